@@ -1,0 +1,31 @@
+# `make demo` and `make test` set up what they need: python3 >= 3.11, make and a C compiler are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.installed: pyproject.toml constraints-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "python3 >= 3.11 is needed, this is $$($(PYTHON) -V); name another with PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-dev.txt --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps dflash==0.1.0  # the reference loader, without its pins
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/outrider demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	@for script in bench/*.py; do echo "== $$script" >&2; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,193 @@
+"""Takes a TOML run file and `a.b=c` settings, gives a frozen typed RunConfig; every default stands here, once."""
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from outrider.errors import UserError
+
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+DType = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TargetConfig(Section):
+    """The frozen target: `path` is a local folder or a hub id; it is loaded in `dtype`."""
+
+    path: str
+    dtype: DType = "bfloat16"
+
+
+class DataConfig(Section):
+    """`rows`: a folder made by `outrider prepare`. `heldout`: prompts (JSONL) for the real accepted length, or none."""
+
+    rows: Path
+    heldout: Path | None = None
+
+
+class DrafterConfig(Section):
+    """The drafter's architecture. What is left out is derived from the target, and printed."""
+
+    num_layers: Positive = 5
+    block_size: int = 16
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...] | None = None
+    num_target_features: Positive = 5
+    intermediate_size: Positive | None = None
+    num_heads: Positive | None = None
+    num_kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    sliding_window: Positive | None = None
+
+
+class LayoutConfig(Section):
+    """Anchors per row, and how many each document gets before the rest is shared in proportion."""
+
+    anchors: Positive = 512
+    document_floor: Annotated[int, Field(ge=0)] = 8
+
+
+class ObjectiveConfig(Section):
+    """`gamma`: decay length of the slot weights in slots; derived from the block size when left out."""
+
+    gamma: Annotated[float, Field(gt=0)] | None = None
+
+
+class OptimizerConfig(Section):
+    """AdamW (arXiv 1711.05101) on fp32 masters, cosine schedule."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    warmup_share: Share = 0.04
+    final_share: Share = 0.1
+
+
+class TrainConfig(Section):
+    """One optimizer step takes `rows_per_batch * accumulation` rows. `steps` overrides `epochs` when given."""
+
+    folder: Path
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    device: str = "cpu"
+    precision: DType = "bfloat16"
+    epochs: Positive = 6
+    steps: Positive | None = None
+    rows_per_batch: Positive = 1
+    accumulation: Positive = 1
+    log_every: Positive = 1
+    checkpoint_every: Positive = 500
+    keep_checkpoints: Positive = 2
+    accept_every: Positive | None = None
+    accept_prompts: Positive = 16
+    accept_tokens: Positive = 128
+
+
+class RunConfig(Section):
+    """A whole run, as one TOML file describes it."""
+
+    target: TargetConfig
+    data: DataConfig
+    drafter: DrafterConfig
+    layout: LayoutConfig = LayoutConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig
+
+
+def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
+    """Read a run file and apply `section.key=value` settings. Raises UserError with the field, the value and the rule.
+
+    Relative paths in the file are taken from the current folder, as on the command line.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: the run file is missing: check the path") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: is a folder, a run file is one TOML file: name the file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from error
+    for setting in settings:
+        _apply(document, setting)
+    return parse_run(document, where=str(path))
+
+
+def parse_run(document: dict[str, Any], *, where: str) -> RunConfig:
+    """Check a run given as nested dictionaries; `where` begins each error."""
+    try:
+        return RunConfig.model_validate(document)
+    except ValidationError as error:
+        raise UserError(f"{where}: " + "; ".join(_explain(detail) for detail in error.errors())) from error
+
+
+def _apply(document: dict[str, Any], setting: str) -> None:
+    """Put `a.b=c` into the nested dictionary; c is read as a TOML value, or as a plain string when it is none."""
+    name, equals, text = setting.partition("=")
+    parts = name.strip().split(".")
+    if not equals or len(parts) != 2 or not all(parts):
+        raise UserError(f"--set {setting}: must read section.key=value, for example --set optimizer.learning_rate=3e-4")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    section = document.setdefault(parts[0], {})
+    if not isinstance(section, dict):
+        raise UserError(f"--set {setting}: '{parts[0]}' is not a section of the run file")
+    section[parts[1]] = value
+
+
+def _explain(detail: ErrorDetails) -> str:
+    place = [str(part) for part in detail["loc"]]
+    name = ".".join(place)
+    if detail["type"] == "extra_forbidden":
+        known = _known_keys(place[:-1])
+        everywhere = [f"{s}.{k}" for s in RunConfig.model_fields for k in _known_keys([s])] if len(place) > 1 else known
+        near = difflib.get_close_matches(place[-1], known, n=1) or difflib.get_close_matches(name, everywhere, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key '{name}': {hint}"
+    if detail["type"] == "missing":
+        return f"'{name}' is missing: add it"
+    return f"{name} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+
+
+def _known_keys(place: list[str]) -> list[str]:
+    if not place:
+        return list(RunConfig.model_fields)
+    field = RunConfig.model_fields.get(place[0])
+    section = field.annotation if field else None
+    return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
+
+
+def to_toml(config: RunConfig) -> str:
+    """The run as TOML text that `load_run` reads back to an equal RunConfig; keys without a value are left out."""
+    lines: list[str] = []
+    for section, values in config.model_dump(mode="json", exclude_none=True).items():
+        lines += [f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in values.items()), ""]
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+            return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in escaped) + '"'
+        case list():
+            return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        case _:
+            return repr(value)

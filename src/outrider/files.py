@@ -1,0 +1,119 @@
+"""Takes paths and bytes, gives writes that are whole or absent and digests; knows nothing of what the bytes mean."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import UserError
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def digest(value: Any) -> str:
+    """Hex SHA-256 of a JSON-able value; equal values give equal digests whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries (created, renamed) to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def explain_os_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk, a read-only folder or a missing permission under `path` into one sentence (UserError)."""
+    ways_out = {
+        errno.ENOSPC: "the disk is full: free some space or choose a folder on another disk",
+        errno.EDQUOT: "the disk quota is used up: free some space or choose a folder on another disk",
+        errno.EROFS: "it is on a read-only file system: choose a folder that can be written",
+        errno.EACCES: "permission is denied: choose a folder that you may write",
+        errno.EPERM: "permission is denied: choose a folder that you may write",
+        errno.ENOTDIR: "a part of this path is a file, not a folder: choose another path",
+        errno.EISDIR: "it is a folder, not a file: choose another path",
+        errno.ENAMETOOLONG: "the name is too long: choose a shorter one",
+    }
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in ways_out:
+            raise
+        raise UserError(f"cannot write {path}: {ways_out[error.errno]}") from error
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Give a temporary folder beside `folder`; when the body ends well, fsync every file and rename it into place.
+
+    An existing `folder` is replaced only then. When the body fails, or the process is killed, `folder` is as it was.
+    """
+    with explain_os_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+        temporary.chmod(0o755)
+        try:
+            yield temporary
+            for file in sorted(temporary.rglob("*")):
+                if file.is_file():
+                    with file.open("rb+") as handle:
+                        os.fsync(handle.fileno())
+                else:
+                    sync_folder(file)
+            sync_folder(temporary)
+            if folder.exists():
+                retired = temporary.with_suffix(".retired")
+                folder.rename(retired)
+                temporary.rename(folder)
+                shutil.rmtree(retired)
+            else:
+                temporary.rename(folder)
+            sync_folder(folder.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Call `write` on a temporary path beside `path`, fsync what it wrote, and rename it to `path`."""
+    with explain_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        os.close(descriptor)
+        temporary = Path(name)
+        temporary.chmod(0o644)
+        try:
+            write(temporary)
+            with temporary.open("rb+") as handle:
+                os.fsync(handle.fileno())
+            temporary.rename(path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON document atomically, indented, with a final newline."""
+    write_atomic(path, lambda temporary: temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8") and None)
+
+
+def read_json(path: Path, *, what: str) -> Any:
+    """Read a JSON document; `what` names it in the error ("the drafter's config"). Raises UserError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: {what} is missing: check the path") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: {what} is not valid JSON ({error}): restore the file or make it again") from error

@@ -1,0 +1,83 @@
+"""Takes a RunConfig and the target's facts, gives the resolved run, its drafter's shape and what was derived; loads nothing."""
+
+from dataclasses import dataclass
+
+from outrider.config import RunConfig
+from outrider.errors import UserError
+from outrider.features.target import TargetFacts
+from outrider.layout.blocks import default_gamma
+from outrider.records import FULL, DrafterShape, check_block_size
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run with nothing left to derive. `derived` maps each `section.key` that the file left out to its value."""
+
+    config: RunConfig
+    shape: DrafterShape
+    gamma: float
+    derived: dict[str, object]
+
+
+def default_layer_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """`round(1 + j * (N - 4) / (L - 1))`, j = 0..L-1 (01-dflash); N // 2 for L = 1. Raises UserError when N is too small."""
+    if count == 1:
+        return (num_target_layers // 2,)
+    ids = tuple(round(1 + j * (num_target_layers - 4) / (count - 1)) for j in range(count))
+    if num_target_layers < 5 or len(set(ids)) < count:
+        raise UserError(f"drafter.num_target_features = {count}: too many for a target of {num_target_layers} layers, the default "
+                        "spread repeats a layer: lower it, or give drafter.target_layer_ids")
+    return ids
+
+
+def resolve(config: RunConfig, facts: TargetFacts) -> Resolved:
+    """Fill in everything that the run file left to the target and the block size. Raises UserError on what does not fit."""
+    drafter = config.drafter
+    check_block_size(drafter.block_size)
+    layer_ids = drafter.target_layer_ids or default_layer_ids(facts.num_layers, drafter.num_target_features)
+    filled = {
+        "target_layer_ids": layer_ids,
+        "num_target_features": len(layer_ids),
+        "intermediate_size": drafter.intermediate_size or facts.intermediate_size,
+        "num_heads": drafter.num_heads or facts.num_heads,
+        "num_kv_heads": drafter.num_kv_heads or facts.num_kv_heads,
+        "head_dim": drafter.head_dim or facts.head_dim,
+        "rope_theta": drafter.rope_theta or facts.rope_theta,
+        "layer_types": drafter.layer_types or (FULL,) * drafter.num_layers,
+    }
+    gamma = config.objective.gamma or default_gamma(drafter.block_size)
+    derived: dict[str, object] = {
+        f"drafter.{key}": value for key, value in filled.items() if getattr(drafter, key) != value
+    }
+    if config.objective.gamma is None:
+        derived["objective.gamma"] = gamma
+    resolved = config.model_copy(update={
+        "drafter": drafter.model_copy(update=filled),
+        "objective": config.objective.model_copy(update={"gamma": gamma}),
+    })
+    return Resolved(config=resolved, shape=_shape(resolved, facts), gamma=gamma, derived=derived)
+
+
+def _shape(config: RunConfig, facts: TargetFacts) -> DrafterShape:
+    d = config.drafter
+    assert d.target_layer_ids and d.intermediate_size and d.num_heads and d.num_kv_heads and d.head_dim and d.rope_theta
+    assert d.layer_types is not None
+    return DrafterShape(
+        hidden_size=facts.hidden_size,
+        intermediate_size=d.intermediate_size,
+        num_layers=d.num_layers,
+        num_heads=d.num_heads,
+        num_kv_heads=d.num_kv_heads,
+        head_dim=d.head_dim,
+        rms_norm_eps=facts.rms_norm_eps,
+        rope_theta=d.rope_theta,
+        vocab_size=facts.vocab_size,
+        max_position_embeddings=facts.max_position_embeddings,
+        block_size=d.block_size,
+        mask_token_id=d.mask_token_id,
+        target_layer_ids=d.target_layer_ids,
+        num_target_layers=facts.num_layers,
+        tie_word_embeddings=facts.tie_word_embeddings,
+        layer_types=d.layer_types,
+        sliding_window=d.sliding_window,
+    )

@@ -1,0 +1,96 @@
+"""Takes micro-batches of rows, gives one optimizer step's LossTerms; knows nothing of schedules, files or progress."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.features.capture import capture
+from outrider.features.target import DTYPES, Target
+from outrider.layout.anchors import draw_anchors
+from outrider.layout.blocks import build_blocks
+from outrider.layout.mask import dense_mask
+from outrider.model.drafter import Drafter
+from outrider.objective.losses import plain_loss
+from outrider.records import SLIDING, DraftBlocks, Features, LossTerms, TokenRows
+from outrider.train.meter import Stopwatch
+from outrider.train.resolve import Resolved
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows with their blocks, on the drafter's device; `eligible` counts the positions that could have been anchors."""
+
+    rows: TokenRows
+    blocks: DraftBlocks
+    eligible: int
+
+
+def lay_out(rows: TokenRows, resolved: Resolved, epochs_B: Sequence[int], device: torch.device) -> MicroBatch:
+    """Draw the rows' anchors (CPU) and build their blocks on `device`."""
+    layout, shape = resolved.config.layout, resolved.shape
+    anchors_BA, keep_BA, eligible = draw_anchors(
+        rows, per_row=layout.anchors, document_floor=layout.document_floor, seed=resolved.config.train.seed, epochs_B=epochs_B
+    )
+    rows = rows.to(device)
+    blocks = build_blocks(
+        rows, anchors_BA.to(device), keep_BA.to(device), block_size=shape.block_size, mask_token_id=shape.mask_token_id,
+        gamma=resolved.gamma,
+    )
+    return MicroBatch(rows, blocks, eligible)
+
+
+def drafter_terms(drafter: Drafter, target: Target, rows: TokenRows, features: Features, blocks: DraftBlocks) -> LossTerms:
+    """Forward the drafter over the blocks of the rows and score it, in the ambient autocast."""
+    B, A, K = blocks.noise_ids_BAK.shape
+    masks = {kind: dense_mask(rows, blocks, window=drafter.shape.sliding_window if kind == SLIDING else None)
+             for kind in set(drafter.shape.layer_types)}
+    hidden_BQD = drafter(
+        compute_dtype(target.embed(blocks.noise_ids_BAK.view(B, A * K)), drafter),
+        compute_dtype(features.values_BSF, drafter),
+        blocks.positions_BAK.view(B, A * K),
+        rows.positions_BS,
+        masks,
+    )
+    return plain_loss(hidden_BQD, blocks, target.head)
+
+
+def compute_dtype(x: Tensor, drafter: Drafter) -> Tensor:
+    """Inputs in autocast's dtype where it is on, else in the drafter's own."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else drafter.norm.weight.dtype)
+
+
+def run_step(
+    drafter: Drafter, target: Target, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch], *, precision: str,
+    clip_norm: float, watch: Stopwatch,
+) -> tuple[LossTerms, Tensor]:
+    """One optimizer step: capture, forward, backward over all micro-batches, clip, update.
+
+    The loss is sum(w * CE) / sum(w) over the whole step: weights are known before any forward, so each micro-batch is
+    divided by the step's total. Returns the summed terms and the gradient's norm before clipping. Raises FloatingPointError,
+    with the parameters untouched, when the gradient is not finite.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    total_weight = torch.stack([batch.blocks.weights_BAK.sum() for batch in batches]).sum().clamp(min=1e-12)
+    terms: LossTerms | None = None
+    for batch in batches:
+        with watch("capture"):
+            features = capture(target, batch.rows, drafter.shape.target_layer_ids).to(drafter.norm.weight.device)
+        with watch("forward"), torch.autocast(
+            features.values_BSF.device.type, dtype=DTYPES[precision], enabled=precision != "float32"
+        ):
+            part = drafter_terms(drafter, target, batch.rows, features, batch.blocks)
+        with watch("backward"):
+            (part.loss_sum / total_weight).backward()
+        terms = part.detach() if terms is None else terms + part.detach()
+    assert terms is not None
+    with watch("optimizer"):
+        norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), clip_norm)
+        if not torch.isfinite(norm):
+            bad = next(n for n, p in drafter.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all())
+            raise FloatingPointError(f"the gradient of {bad} is not finite: lower optimizer.learning_rate; the last checkpoint "
+                                     "is intact")
+        optimizer.step()
+    return terms, norm
