@@ -1,1 +1,1 @@
-"""Takes conversations and the target's tokenizer, gives prepared rows (TokenRows) and the target's own answers; knows no model."""
+"""Takes conversations and the target's tokenizer, gives prepared rows (TokenRows) and the target's answers; knows no model."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from outrider.data.conversations import BAD_CONTENT, BadRecord, Chat, Conversation, Messages, Ready
+from outrider.data.conversations import BAD_CONTENT, BadRecordError, Chat, Conversation, Messages, Ready
 from outrider.errors import UserError
 from outrider.files import digest
 
@@ -66,7 +66,7 @@ class ChatFormat:
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """Bare text as a target without a template receives it: with a beginning token if the tokenizer adds one, never an end."""
+        """Bare text as a target without a template receives it: with a beginning token if it adds one, never an end."""
         ids = self.encode(prompt, add_special_tokens=True)
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id else ids
 
@@ -86,9 +86,9 @@ def chat_format(tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Sequence[
         rendered = bare.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}],
                                add_generation_prompt=False)
     except TemplateError as error:
-        raise UserError(f"the tokenizer's chat template cannot render a user turn and an assistant turn ({error}): use the template "
-                        "that the target was trained with") from error
-    before, found, tail = rendered.rpartition(PROBE)
+        raise UserError(f"the tokenizer's chat template cannot render a user turn and an assistant turn ({error}): use the "
+                        "template that the target was trained with") from error
+    _, found, tail = rendered.rpartition(PROBE)
     if not found:
         raise UserError("the tokenizer's chat template leaves out what the assistant says: use the template that the target was "
                         "trained with")
@@ -110,7 +110,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def document_of(conversation: Conversation, *, chat: ChatFormat, vocab_size: int, supervise: str) -> Document:
-    """A conversation to ids and loss mask; `supervise` is "all" or "last" (assistant turns). Raises BadRecord."""
+    """A conversation to ids and loss mask; `supervise` is "all" or "last" (assistant turns). Raises BadRecordError."""
     if supervise not in SUPERVISE:
         raise UserError(f"supervise = {supervise!r}: must be one of {', '.join(SUPERVISE)}")
     skipped: tuple[str, ...] = ()
@@ -127,13 +127,13 @@ def document_of(conversation: Conversation, *, chat: ChatFormat, vocab_size: int
         mask = np.arange(len(ids)) >= len(prompt)
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(outside):
-        raise BadRecord(conversation.where, f"input_ids[{outside[0]}] is {ids[outside[0]]}: it must lie in 0..{vocab_size - 1}, the "
-                        "target's vocabulary, prepare the data with the target's own tokenizer", reason=OUTSIDE_VOCABULARY)
+        raise BadRecordError(conversation.where, f"input_ids[{outside[0]}] is {ids[outside[0]]}: it must lie in 0..{vocab_size - 1}, "
+                        "the target's vocabulary, prepare the data with the target's own tokenizer", reason=OUTSIDE_VOCABULARY)
     return Document(conversation.where, ids.astype(np.int32), mask, skipped)
 
 
 def render_prompt(messages: Messages, *, chat: ChatFormat, where: str) -> list[int]:
-    """The ids that the target is given to answer these messages. Raises BadRecord."""
+    """The ids that the target is given to answer these messages. Raises BadRecordError."""
     _need_template(chat, where)
     try:
         return chat.encode(chat.render(messages, add_generation_prompt=True))
@@ -143,12 +143,12 @@ def render_prompt(messages: Messages, *, chat: ChatFormat, where: str) -> list[i
 
 def _need_template(chat: ChatFormat, where: str) -> None:
     if not chat.has_template:
-        raise BadRecord(where, "messages cannot be rendered, the target's tokenizer has no chat template: give prompt and response as "
-                        "text, or input_ids + loss_mask, or a tokenizer with a template", reason=BAD_CONTENT)
+        raise BadRecordError(where, "messages cannot be rendered, the target's tokenizer has no chat template: give prompt and "
+                        "response as text, or input_ids + loss_mask, or a tokenizer with a template", reason=BAD_CONTENT)
 
 
-def _refused(where: str, error: TemplateError) -> BadRecord:
-    return BadRecord(where, f"the target's chat template refuses the messages ({error}): change them or leave the record out",
+def _refused(where: str, error: TemplateError) -> BadRecordError:
+    return BadRecordError(where, f"the target's chat template refuses the messages ({error}): change them or leave the record out",
                      reason=TEMPLATE_REFUSES)
 
 

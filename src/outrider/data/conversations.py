@@ -21,7 +21,7 @@ Messages = tuple[dict[str, str], ...]
 
 KNOWN_KEYS = ("messages", "prompt", "response", "input_ids", "loss_mask")
 ROLES = ("system", "user", "assistant", "tool")
-# What a record may not carry beside role and content: a template renders these, so leaving them out quietly would teach other text.
+# A template renders these beside role and content, so leaving them out quietly would teach another text.
 UNSUPPORTED_MESSAGE_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 FOLLOWERS = {"": ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"),
              "tool": ("tool", "assistant")}
@@ -34,9 +34,10 @@ WRONG_ROLE_ORDER = "wrong role order"
 NO_ASSISTANT_TURN = "no assistant turn"
 BAD_CONTENT = "bad content"
 BAD_IDS = "bad ids"
+EMPTY_PROMPT = "empty prompt"
 
 
-class BadRecord(UserError):
+class BadRecordError(UserError):
     """One record that cannot be used. `reason` is the short name it is counted under; the message is the whole sentence."""
 
     def __init__(self, where: str, sentence: str, *, reason: str) -> None:
@@ -86,10 +87,10 @@ def check_files(paths: Sequence[Path]) -> None:
             raise UserError(f"{path}: the file is empty: it must hold at least one record")
 
 
-def read_conversations(paths: Sequence[Path]) -> Iterator[Conversation | BadRecord]:
+def read_conversations(paths: Sequence[Path]) -> Iterator[Conversation | BadRecordError]:
     """Stream the records of JSONL or Parquet files, in order.
 
-    A record that cannot be used is given as a BadRecord, not raised: the caller stops or counts. Raises UserError for a file
+    A record that cannot be used is given as a BadRecordError, not raised: the caller stops or counts. Raises UserError for a file
     that is missing, empty or cannot be read at all.
     """
     check_files(paths)
@@ -99,7 +100,7 @@ def read_conversations(paths: Sequence[Path]) -> Iterator[Conversation | BadReco
             found = True
             try:
                 yield parse_record(parse_json(record, where) if isinstance(record, bytes) else record, where)
-            except BadRecord as error:
+            except BadRecordError as error:
                 yield error
         if not found:
             raise UserError(f"{path}: the file holds no record: it must hold at least one")
@@ -123,14 +124,14 @@ def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def parse_json(line: bytes, where: str) -> Any:
-    """One line of JSONL. Raises BadRecord."""
+    """One line of JSONL. Raises BadRecordError."""
     try:
         return json.loads(line.decode("utf-8-sig"))  # "-sig": some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
-        raise BadRecord(where, f"the line is not UTF-8 text ({error.reason} at byte {error.start}): save the file as UTF-8 JSONL "
+        raise BadRecordError(where, f"the line is not UTF-8 text ({error.reason} at byte {error.start}): save the file as UTF-8 JSONL "
                         "(uncompressed) or Parquet", reason=BROKEN_JSON) from error
     except json.JSONDecodeError as error:
-        raise BadRecord(where, f"broken JSON ({error.msg} at column {error.colno}): each line must be one whole JSON object",
+        raise BadRecordError(where, f"broken JSON ({error.msg} at column {error.colno}): each line must be one whole JSON object",
                         reason=BROKEN_JSON) from error
 
 
@@ -154,8 +155,8 @@ def _records(path: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
     table = _open_parquet(path)
     columns = [name for name in table.schema_arrow.names if name in KNOWN_KEYS]
     if not columns:
-        raise UserError(f"{path}: has the columns {_listed(table.schema_arrow.names)}: a record needs messages, prompt + response, "
-                        "or input_ids + loss_mask, rename or convert the columns")
+        raise UserError(f"{path}: has the columns {_listed(table.schema_arrow.names)}: a record needs messages, prompt + "
+                        "response, or input_ids + loss_mask, rename or convert the columns")
     number = 0
     try:
         for batch in table.iter_batches(batch_size=PARQUET_BATCH, columns=columns):
@@ -168,9 +169,9 @@ def _records(path: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
 
 
 def parse_record(record: Any, where: str) -> Conversation:
-    """A JSON value to the conversation it means; keys that are null count as absent. Raises BadRecord."""
+    """A JSON value to the conversation it means; keys that are null count as absent. Raises BadRecordError."""
     if not isinstance(record, dict):
-        raise BadRecord(where, f"the record is {_kind(record)}: it must be a JSON object with messages, prompt + response, or "
+        raise BadRecordError(where, f"the record is {_kind(record)}: it must be a JSON object with messages, prompt + response, or "
                         "input_ids + loss_mask", reason=UNKNOWN_FORM)
     given = {key for key in KNOWN_KEYS if record.get(key) is not None}
     if given & {"input_ids", "loss_mask"}:
@@ -178,56 +179,63 @@ def parse_record(record: Any, where: str) -> Conversation:
     if "messages" in given:
         messages = parse_messages(record["messages"], where)
         if all(message["role"] != "assistant" for message in messages):
-            raise BadRecord(where, "the conversation has no assistant turn, so nothing in it can be learned: have the target "
+            raise BadRecordError(where, "the conversation has no assistant turn, so nothing in it can be learned: have the target "
                             "answer it (outrider respond) or leave it out", reason=NO_ASSISTANT_TURN)
+        check_user_turns(messages, where)
         return Chat(where, messages)
     if {"prompt", "response"} <= given:
         return _parse_prompt_response(record["prompt"], record["response"], where)
-    raise BadRecord(where, f"the record has the keys {_listed(record)}: it must have messages (a list of role and content), "
+    raise BadRecordError(where, f"the record has the keys {_listed(record)}: it must have messages (a list of role and content), "
                     "prompt + response, or input_ids + loss_mask, rename or convert the keys", reason=UNKNOWN_FORM)
 
 
 def parse_messages(messages: Any, where: str) -> Messages:
-    """Check roles, their order and contents; give role and content alone. Raises BadRecord.
+    """Check roles, their order and contents; give role and content alone. Raises BadRecordError.
 
     Order: a system turn only first; then user, assistant, user, ...; tool turns only between two assistant turns.
     """
     if not isinstance(messages, list) or not messages:
-        raise BadRecord(where, f"messages is {_kind(messages)}: it must be a list of at least one {{role, content}}",
+        raise BadRecordError(where, f"messages is {_kind(messages)}: it must be a list of at least one {{role, content}}",
                         reason=BAD_CONTENT)
     before = ""
     checked = []
     for index, message in enumerate(messages):
         name = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise BadRecord(where, f"{name} is {_kind(message)}: it must be an object with role and content", reason=BAD_CONTENT)
+            raise BadRecordError(where, f"{name} is {_kind(message)}: it must be an object with role and content", reason=BAD_CONTENT)
         role = message.get("role")
         if role not in ROLES:
-            raise BadRecord(where, f"{name}.role is {role!r}: it must be one of {', '.join(ROLES)}", reason=WRONG_ROLE_ORDER)
+            raise BadRecordError(where, f"{name}.role is {role!r}: it must be one of {', '.join(ROLES)}", reason=WRONG_ROLE_ORDER)
         if role not in FOLLOWERS[before]:
             place = f"after {before!r} comes" if before else "a conversation begins with"
-            raise BadRecord(where, f"{name}.role is {role!r}: {place} {' or '.join(map(repr, FOLLOWERS[before]))}, put the turns in "
-                            "order or leave the record out", reason=WRONG_ROLE_ORDER)
+            allowed = " or ".join(map(repr, FOLLOWERS[before]))
+            raise BadRecordError(where, f"{name}.role is {role!r}: {place} {allowed}, put the turns in order or leave the "
+                            "record out", reason=WRONG_ROLE_ORDER)
         for key in UNSUPPORTED_MESSAGE_KEYS:
             if message.get(key):
-                raise BadRecord(where, f"{name}.{key} is set: only role and content are rendered, write it into content as the "
+                raise BadRecordError(where, f"{name}.{key} is set: only role and content are rendered, write it into content as the "
                                 "target would or give input_ids + loss_mask", reason=BAD_CONTENT)
         content = parse_text(message.get("content"), where, f"{name}.content")
-        if role == "user" and not content.strip():
-            raise BadRecord(where, f"{name}.content is empty: a user turn needs text", reason=BAD_CONTENT)
         checked.append({"role": role, "content": content})
         before = role
     return tuple(checked)
 
 
+def check_user_turns(messages: Messages, where: str) -> None:
+    """Raises BadRecordError if a user turn says nothing."""
+    for index, message in enumerate(messages):
+        if message["role"] == "user" and not message["content"].strip():
+            raise BadRecordError(where, f"messages[{index}].content is empty: a user turn needs text", reason=EMPTY_PROMPT)
+
+
 def parse_text(value: Any, where: str, name: str) -> str:
-    """A string that can be written as UTF-8. Raises BadRecord."""
+    """A string that can be written as UTF-8. Raises BadRecordError."""
     if not isinstance(value, str):
-        raise BadRecord(where, f"{name} is {_kind(value)}: it must be text", reason=BAD_CONTENT)
+        raise BadRecordError(where, f"{name} is {_kind(value)}: it must be text", reason=BAD_CONTENT)
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # a lone surrogate: text that was cut in the middle of a character
-        raise BadRecord(where, f"{name} holds half a character at {error.start}: it must be valid Unicode text",
+        raise BadRecordError(where, f"{name} holds half a character at {error.start}: it must be valid Unicode text",
                         reason=BAD_CONTENT) from error
     return value
 
@@ -235,23 +243,26 @@ def parse_text(value: Any, where: str, name: str) -> str:
 def _parse_prompt_response(prompt: Any, response: Any, where: str) -> Conversation:
     answer = parse_text(response, where, "response")
     if isinstance(prompt, list):
-        return Chat(where, parse_messages([*prompt, {"role": "assistant", "content": answer}], where))
+        messages = parse_messages([*prompt, {"role": "assistant", "content": answer}], where)
+        check_user_turns(messages, where)
+        return Chat(where, messages)
     text = parse_text(prompt, where, "prompt")
     if not text.strip():
-        raise BadRecord(where, "prompt is empty: it needs text", reason=BAD_CONTENT)
+        raise BadRecordError(where, "prompt is empty: it needs text", reason=EMPTY_PROMPT)
     return PromptResponse(where, text, answer)
 
 
 def _parse_ready(record: dict[str, Any], where: str, given: set[str]) -> Ready:
     for key, other in (("input_ids", "loss_mask"), ("loss_mask", "input_ids")):
         if key not in given:
-            raise BadRecord(where, f"{other} comes without {key}: ready tokens need both", reason=BAD_IDS)
+            raise BadRecordError(where, f"{other} comes without {key}: ready tokens need both", reason=BAD_IDS)
     ids = _numbers(record["input_ids"], where, "input_ids", kinds="iu")
     mask = _numbers(record["loss_mask"], where, "loss_mask", kinds="biu")
     if len(ids) != len(mask):
-        raise BadRecord(where, f"loss_mask has {len(mask)} entries for {len(ids)} input_ids: it must have one a token", reason=BAD_IDS)
+        raise BadRecordError(where, f"loss_mask has {len(mask)} entries for {len(ids)} input_ids: it must have one a token",
+                        reason=BAD_IDS)
     if not np.isin(mask, (0, 1)).all():
-        raise BadRecord(where, "loss_mask holds a number that is neither 0 nor 1: an entry is true where the token is supervised",
+        raise BadRecordError(where, "loss_mask holds a number that is neither 0 nor 1: an entry is true where the token is supervised",
                         reason=BAD_IDS)
     return Ready(where, ids.astype(np.int64), mask.astype(np.bool_))
 
@@ -263,7 +274,7 @@ def _numbers(values: Any, where: str, name: str, *, kinds: str) -> npt.NDArray[A
     except (ValueError, OverflowError):  # lists of unequal lengths inside the list
         numbers = np.empty(0)
     if numbers.ndim != 1 or len(numbers) == 0 or numbers.dtype.kind not in kinds:
-        raise BadRecord(where, f"{name} is {_kind(values)} that is not {wanted}: give the tokens one by one", reason=BAD_IDS)
+        raise BadRecordError(where, f"{name} is {_kind(values)} that is not {wanted}: give the tokens one by one", reason=BAD_IDS)
     return numbers
 
 

@@ -14,7 +14,7 @@ PADDING_TOKEN = 0  # any id inside every vocabulary: `document_ids`, not the tok
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One row of S tokens: `input_ids` int32 [S], `document_ids` int32 [S] (-1 on padding, only at the end), `loss_mask` bool [S]."""
+    """One row: `input_ids` int32 [S], `document_ids` int32 [S] (-1 on padding, only at the end), `loss_mask` bool [S]."""
 
     input_ids: npt.NDArray[np.int32]
     document_ids: npt.NDArray[np.int32]
@@ -35,7 +35,7 @@ def pack(lengths: Sequence[int], *, row_length: int) -> list[list[int]]:
     assert all(1 <= length <= row_length for length in lengths), "clip documents before packing"
     rows: list[list[int]] = []
     rows_by_room: list[deque[int]] = [deque() for _ in range(row_length + 1)]
-    rooms = 0  # bit r is set when some row has room for exactly r more tokens: the best fit is its lowest set bit from `length` up
+    rooms = 0  # bit r: some row has room for exactly r more tokens. The best fit is the lowest set bit from `length` up
     for document in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[document]
         fitting = rooms >> length

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from outrider.data.chat import SUPERVISE, ChatFormat, Document, chat_format, document_of, tokenizer_digest
-from outrider.data.conversations import NO_ASSISTANT_TURN, BadRecord, check_files, count_records, read_conversations
+from outrider.data.conversations import NO_ASSISTANT_TURN, BadRecordError, check_files, count_records, read_conversations
 from outrider.data.packing import build_row, has_anchor, pack
 from outrider.data.rows import FORMAT, INFO_FILE, ROWS_FILE, as_ranges, check_rows_file, read_info, write_rows_file
 from outrider.errors import UserError
@@ -53,10 +53,11 @@ class PrepareOptions:
         if self.on_bad_record not in ON_BAD_RECORD:
             raise UserError(f"on_bad_record = {self.on_bad_record!r}: must be one of {', '.join(ON_BAD_RECORD)}")
         if not 0 <= self.max_unsupervised_share <= 1:
-            raise UserError(f"max_unsupervised_share = {self.max_unsupervised_share}: must lie in 0..1, it is a share of the documents")
+            raise UserError(f"max_unsupervised_share = {self.max_unsupervised_share}: must lie in 0..1, a share of documents")
 
 
-def prepare(conversations: Sequence[Path], *, tokenizer: PreTrainedTokenizerBase, out: Path, options: PrepareOptions) -> dict[str, Any]:
+def prepare(conversations: Sequence[Path], *, tokenizer: PreTrainedTokenizerBase, out: Path,
+            options: PrepareOptions) -> dict[str, Any]:
     """Turn conversations into rows under `out`, or reuse the rows there if they came from the very same things.
 
     Gives `documents_in`, `documents_kept`, `dropped` {reason: count}, `rows`, `tokens` (in rows, padding excluded),
@@ -86,7 +87,8 @@ def code_digest() -> str:
     return digest({path.name: sha256_file(path) for path in Path(__file__).parent.glob("*.py")})
 
 
-def key_ingredients(conversations: Sequence[Path], *, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> dict[str, Any]:
+def key_ingredients(conversations: Sequence[Path], *, tokenizer: PreTrainedTokenizerBase,
+                    options: PrepareOptions) -> dict[str, Any]:
     """Everything that the rows depend on; its digest is the cache key. File names are not in it, their bytes are."""
     return {
         "format": FORMAT,
@@ -104,8 +106,8 @@ def _check_out(out: Path) -> None:
         raise UserError(f"{out}: is a file: name a folder for the prepared rows")
     foreign = sorted({path.name for path in out.iterdir()} - {ROWS_FILE, INFO_FILE}) if out.is_dir() else []
     if foreign:
-        raise UserError(f"{out}: holds {foreign[0]}, which outrider prepare did not write: name a folder that is new, empty or holds "
-                        "prepared rows only")
+        raise UserError(f"{out}: holds {foreign[0]}, which outrider prepare did not write: name a folder that is new, empty "
+                        "or holds prepared rows only")
 
 
 def _reusable(out: Path, key: str) -> dict[str, Any] | None:
@@ -134,7 +136,7 @@ def _collect(conversations: Sequence[Path], chat: ChatFormat, options: PrepareOp
         for document in _documents(conversations, chat, options):
             documents_in += 1
             bar.advance(1)
-            if isinstance(document, BadRecord):
+            if isinstance(document, BadRecordError):
                 dropped[document.reason] += 1
                 continue
             turns.update(document.unsupervised_turns)
@@ -153,13 +155,13 @@ def _collect(conversations: Sequence[Path], chat: ChatFormat, options: PrepareOp
     return kept, audit
 
 
-def _documents(conversations: Sequence[Path], chat: ChatFormat, options: PrepareOptions) -> Iterator[Document | BadRecord]:
+def _documents(conversations: Sequence[Path], chat: ChatFormat, options: PrepareOptions) -> Iterator[Document | BadRecordError]:
     for conversation in read_conversations(conversations):
         try:
-            if isinstance(conversation, BadRecord):
+            if isinstance(conversation, BadRecordError):
                 raise conversation
             yield document_of(conversation, chat=chat, vocab_size=options.vocab_size, supervise=options.supervise)
-        except BadRecord as error:
+        except BadRecordError as error:
             if options.on_bad_record == "stop":
                 raise
             yield error
@@ -181,14 +183,16 @@ def _check_share(audit: dict[str, Any], most: float) -> None:
     if share <= most and audit["documents_kept"]:
         return
     turns = f"; assistant turns left unsupervised: {_counts(audit['unsupervised_turns'])}" if audit["unsupervised_turns"] else ""
-    way_out = "look at these records, raise row_length if they are clipped, or have the target answer the prompts itself (outrider respond)"
+    way_out = ("look at these records, raise row_length if they are clipped, or have the target answer the prompts itself "
+               "(outrider respond)")
     if share > most:
-        raise UserError(f"max_unsupervised_share = {most}: {nothing} of {audit['documents_in']} documents ({share:.0%}) have nothing to "
-                        f"learn ({_counts(audit['dropped'])}{turns}): {way_out}")
+        raise UserError(f"max_unsupervised_share = {most}: {nothing} of {audit['documents_in']} documents ({share:.0%}) have "
+                        f"nothing to learn ({_counts(audit['dropped'])}{turns}): {way_out}")
     raise UserError(f"none of {audit['documents_in']} documents is left ({_counts(audit['dropped'])}{turns}): {way_out}")
 
 
-def _write(folder: Path, documents: list[Document], audit: dict[str, Any], options: PrepareOptions, made_from: dict[str, Any]) -> None:
+def _write(folder: Path, documents: list[Document], audit: dict[str, Any], options: PrepareOptions,
+           made_from: dict[str, Any]) -> None:
     """Pack, write `rows.parquet` and `rows.json`, and complete the audit with what the rows hold."""
     packed = pack([len(document.input_ids) for document in documents], row_length=options.row_length)
     rows = (build_row([(documents[index].input_ids, documents[index].loss_mask) for index in row], row_length=options.row_length)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from outrider.data.chat import ChatFormat, chat_format, tokenizer_digest
-from outrider.data.conversations import BadRecord
+from outrider.data.conversations import BadRecordError
 from outrider.data.prompts import PromptLine, prompt_ids, read_prompt_lines
 from outrider.errors import UserError
 from outrider.files import explain_os_errors, read_json, sha256_file, write_json
@@ -61,7 +61,8 @@ class RespondOptions:
                 raise UserError(f"{name} = {getattr(self, name)}: must be at least 1")
 
 
-def respond(prompts: Path, *, answer: Answer, tokenizer: PreTrainedTokenizerBase, out: Path, options: RespondOptions) -> dict[str, Any]:
+def respond(prompts: Path, *, answer: Answer, tokenizer: PreTrainedTokenizerBase, out: Path,
+            options: RespondOptions) -> dict[str, Any]:
     """Answer every prompt and append the records to `out`; `<out>.meta.json` says what they came from.
 
     Gives `prompts`, `answered` and `tokens` (produced by the target), both over the whole file; `failed`; `reused` (answers that
@@ -108,10 +109,10 @@ def _prompt_tokens(lines: list[PromptLine], chat: ChatFormat, options: RespondOp
         try:
             rendered = prompt_ids(line, chat)
             if len(rendered) > options.max_prompt_tokens:
-                raise BadRecord(line.where, f"the prompt has {len(rendered)} tokens: max_prompt_tokens = {options.max_prompt_tokens}, "
-                                "shorten it or raise the limit", reason="prompt too long")
+                raise BadRecordError(line.where, f"the prompt has {len(rendered)} tokens: max_prompt_tokens = "
+                                f"{options.max_prompt_tokens}, shorten it or raise the limit", reason="prompt too long")
             ids[number] = rendered
-        except BadRecord as error:
+        except BadRecordError as error:
             say(f"respond: not answered: {error}")
     return ids, len(lines) - len(ids)
 
@@ -169,8 +170,8 @@ def _open_answers(out: Path, identity: dict[str, Any]) -> dict[int, int]:
     begun = read_json(meta, what="the description of the answers")
     other = sorted(key for key in identity if not isinstance(begun, dict) or begun.get(key) != identity[key])
     if other:
-        raise UserError(f"{out}: was begun with other settings ({', '.join(other)}): name another file, or delete this one to answer "
-                        "all prompts anew")
+        raise UserError(f"{out}: was begun with other settings ({', '.join(other)}): name another file, or delete this one to "
+                        "answer all prompts anew")
     return _read_answers(out)
 
 
@@ -185,8 +186,8 @@ def _read_answers(out: Path) -> dict[int, int]:
                 record = json.loads(line)
                 done[record["prompt_id"]] = _produced(record)
             except (ValueError, TypeError, KeyError) as error:
-                raise UserError(f"{out}:{number}: is not an answer that outrider respond wrote: delete that line, its prompt is then "
-                                "answered again") from error
+                raise UserError(f"{out}:{number}: is not an answer that outrider respond wrote: delete that line, its prompt is "
+                                "then answered again") from error
             whole += len(line)
         handle.truncate(whole)
     return done

@@ -24,7 +24,8 @@ ROWS_FILE, INFO_FILE = "rows.parquet", "rows.json"
 FORMAT = 1
 GROUP_TOKENS = 1 << 18  # tokens decoded together: about 2 ms, 2.4 MB in memory
 GROUPS_KEPT = 16
-SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("document_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.bool_()))])
+SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("document_ids", pa.list_(pa.int32())),
+                    ("loss_mask", pa.list_(pa.bool_()))])
 INFO_KEYS = {"format", "key", "rows_sha256", "num_rows", "row_length", "vocab_size", "tokenizer_digest", "token_ids", "audit"}
 
 
@@ -76,8 +77,8 @@ def check_rows_file(folder: Path, info: dict[str, Any]) -> None:
     if not path.is_file():
         raise UserError(f"{path}: the prepared rows are missing: prepare them again")
     if sha256_file(path) != info["rows_sha256"]:
-        raise UserError(f"{path}: is not the file that prepare wrote (its checksum differs, it was cut or changed): prepare the rows "
-                        "again")
+        raise UserError(f"{path}: is not the file that prepare wrote (its checksum differs, it was cut or changed): prepare the "
+                        "rows again")
 
 
 def load_rows(folder: Path) -> "PreparedRows":
