@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from outrider.data.conversations import BAD_CONTENT, BadRecordError, Chat, Conversation, Messages, Ready
+from outrider.data.conversations import BAD_CONTENT, Chat, Conversation, Messages, Ready, RecordError
 from outrider.errors import UserError
 from outrider.files import digest
 
@@ -110,7 +110,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def document_of(conversation: Conversation, *, chat: ChatFormat, vocab_size: int, supervise: str) -> Document:
-    """A conversation to ids and loss mask; `supervise` is "all" or "last" (assistant turns). Raises BadRecordError."""
+    """A conversation to ids and loss mask; `supervise` is "all" or "last" (assistant turns). Raises RecordError."""
     if supervise not in SUPERVISE:
         raise UserError(f"supervise = {supervise!r}: must be one of {', '.join(SUPERVISE)}")
     skipped: tuple[str, ...] = ()
@@ -127,13 +127,13 @@ def document_of(conversation: Conversation, *, chat: ChatFormat, vocab_size: int
         mask = np.arange(len(ids)) >= len(prompt)
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(outside):
-        raise BadRecordError(conversation.where, f"input_ids[{outside[0]}] is {ids[outside[0]]}: it must lie in 0..{vocab_size - 1}, "
-                        "the target's vocabulary, prepare the data with the target's own tokenizer", reason=OUTSIDE_VOCABULARY)
+        raise RecordError(conversation.where, f"input_ids[{outside[0]}] = {ids[outside[0]]}: must lie in 0..{vocab_size - 1}, "
+                          "the target's vocabulary, prepare the data with the target's own tokenizer", reason=OUTSIDE_VOCABULARY)
     return Document(conversation.where, ids.astype(np.int32), mask, skipped)
 
 
 def render_prompt(messages: Messages, *, chat: ChatFormat, where: str) -> list[int]:
-    """The ids that the target is given to answer these messages. Raises BadRecordError."""
+    """The ids that the target is given to answer these messages. Raises RecordError."""
     _need_template(chat, where)
     try:
         return chat.encode(chat.render(messages, add_generation_prompt=True))
@@ -143,13 +143,13 @@ def render_prompt(messages: Messages, *, chat: ChatFormat, where: str) -> list[i
 
 def _need_template(chat: ChatFormat, where: str) -> None:
     if not chat.has_template:
-        raise BadRecordError(where, "messages cannot be rendered, the target's tokenizer has no chat template: give prompt and "
-                        "response as text, or input_ids + loss_mask, or a tokenizer with a template", reason=BAD_CONTENT)
+        raise RecordError(where, "messages cannot be rendered, the target's tokenizer has no chat template: give prompt and "
+                          "response as text, or input_ids + loss_mask, or a tokenizer with a template", reason=BAD_CONTENT)
 
 
-def _refused(where: str, error: TemplateError) -> BadRecordError:
-    return BadRecordError(where, f"the target's chat template refuses the messages ({error}): change them or leave the record out",
-                     reason=TEMPLATE_REFUSES)
+def _refused(where: str, error: TemplateError) -> RecordError:
+    return RecordError(where, f"the target's chat template refuses the messages ({error}): change them or leave the record out",
+                       reason=TEMPLATE_REFUSES)
 
 
 def _end_token(chat: ChatFormat) -> int:

@@ -37,7 +37,7 @@ BAD_IDS = "bad ids"
 EMPTY_PROMPT = "empty prompt"
 
 
-class BadRecordError(UserError):
+class RecordError(UserError):
     """One record that cannot be used. `reason` is the short name it is counted under; the message is the whole sentence."""
 
     def __init__(self, where: str, sentence: str, *, reason: str) -> None:
@@ -87,10 +87,10 @@ def check_files(paths: Sequence[Path]) -> None:
             raise UserError(f"{path}: the file is empty: it must hold at least one record")
 
 
-def read_conversations(paths: Sequence[Path]) -> Iterator[Conversation | BadRecordError]:
+def read_conversations(paths: Sequence[Path]) -> Iterator[Conversation | RecordError]:
     """Stream the records of JSONL or Parquet files, in order.
 
-    A record that cannot be used is given as a BadRecordError, not raised: the caller stops or counts. Raises UserError for a file
+    A record that cannot be used is given as a RecordError, not raised: the caller stops or counts. Raises UserError for a file
     that is missing, empty or cannot be read at all.
     """
     check_files(paths)
@@ -100,7 +100,7 @@ def read_conversations(paths: Sequence[Path]) -> Iterator[Conversation | BadReco
             found = True
             try:
                 yield parse_record(parse_json(record, where) if isinstance(record, bytes) else record, where)
-            except BadRecordError as error:
+            except RecordError as error:
                 yield error
         if not found:
             raise UserError(f"{path}: the file holds no record: it must hold at least one")
@@ -124,15 +124,15 @@ def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def parse_json(line: bytes, where: str) -> Any:
-    """One line of JSONL. Raises BadRecordError."""
+    """One line of JSONL. Raises RecordError."""
     try:
         return json.loads(line.decode("utf-8-sig"))  # "-sig": some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
-        raise BadRecordError(where, f"the line is not UTF-8 text ({error.reason} at byte {error.start}): save the file as UTF-8 JSONL "
-                        "(uncompressed) or Parquet", reason=BROKEN_JSON) from error
+        raise RecordError(where, f"the line is not UTF-8 text ({error.reason} at byte {error.start}): save the file as UTF-8 "
+                          "JSONL (uncompressed) or Parquet", reason=BROKEN_JSON) from error
     except json.JSONDecodeError as error:
-        raise BadRecordError(where, f"broken JSON ({error.msg} at column {error.colno}): each line must be one whole JSON object",
-                        reason=BROKEN_JSON) from error
+        raise RecordError(where, f"broken JSON ({error.msg} at column {error.colno}): each line must be one whole JSON object",
+                          reason=BROKEN_JSON) from error
 
 
 def _is_parquet(path: Path) -> bool:
@@ -169,52 +169,52 @@ def _records(path: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
 
 
 def parse_record(record: Any, where: str) -> Conversation:
-    """A JSON value to the conversation it means; keys that are null count as absent. Raises BadRecordError."""
+    """A JSON value to the conversation it means; keys that are null count as absent. Raises RecordError."""
     if not isinstance(record, dict):
-        raise BadRecordError(where, f"the record is {_kind(record)}: it must be a JSON object with messages, prompt + response, or "
-                        "input_ids + loss_mask", reason=UNKNOWN_FORM)
+        raise RecordError(where, f"the record is {_kind(record)}: it must be a JSON object with messages, prompt + response, or "
+                          "input_ids + loss_mask", reason=UNKNOWN_FORM)
     given = {key for key in KNOWN_KEYS if record.get(key) is not None}
     if given & {"input_ids", "loss_mask"}:
         return _parse_ready(record, where, given)
     if "messages" in given:
         messages = parse_messages(record["messages"], where)
         if all(message["role"] != "assistant" for message in messages):
-            raise BadRecordError(where, "the conversation has no assistant turn, so nothing in it can be learned: have the target "
-                            "answer it (outrider respond) or leave it out", reason=NO_ASSISTANT_TURN)
+            raise RecordError(where, "the conversation has no assistant turn, so nothing in it can be learned: have the target "
+                              "answer it (outrider respond) or leave it out", reason=NO_ASSISTANT_TURN)
         check_user_turns(messages, where)
         return Chat(where, messages)
     if {"prompt", "response"} <= given:
         return _parse_prompt_response(record["prompt"], record["response"], where)
-    raise BadRecordError(where, f"the record has the keys {_listed(record)}: it must have messages (a list of role and content), "
-                    "prompt + response, or input_ids + loss_mask, rename or convert the keys", reason=UNKNOWN_FORM)
+    raise RecordError(where, f"the record has the keys {_listed(record)}: it must have messages (a list of role and content), "
+                      "prompt + response, or input_ids + loss_mask, rename or convert the keys", reason=UNKNOWN_FORM)
 
 
 def parse_messages(messages: Any, where: str) -> Messages:
-    """Check roles, their order and contents; give role and content alone. Raises BadRecordError.
+    """Check roles, their order and contents; give role and content alone. Raises RecordError.
 
     Order: a system turn only first; then user, assistant, user, ...; tool turns only between two assistant turns.
     """
     if not isinstance(messages, list) or not messages:
-        raise BadRecordError(where, f"messages is {_kind(messages)}: it must be a list of at least one {{role, content}}",
-                        reason=BAD_CONTENT)
+        raise RecordError(where, f"messages is {_kind(messages)}: it must be a list of at least one {{role, content}}",
+                          reason=BAD_CONTENT)
     before = ""
     checked = []
     for index, message in enumerate(messages):
         name = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise BadRecordError(where, f"{name} is {_kind(message)}: it must be an object with role and content", reason=BAD_CONTENT)
+            raise RecordError(where, f"{name} is {_kind(message)}: must be an object with role and content", reason=BAD_CONTENT)
         role = message.get("role")
         if role not in ROLES:
-            raise BadRecordError(where, f"{name}.role is {role!r}: it must be one of {', '.join(ROLES)}", reason=WRONG_ROLE_ORDER)
+            raise RecordError(where, f"{name}.role is {role!r}: it must be one of {', '.join(ROLES)}", reason=WRONG_ROLE_ORDER)
         if role not in FOLLOWERS[before]:
             place = f"after {before!r} comes" if before else "a conversation begins with"
             allowed = " or ".join(map(repr, FOLLOWERS[before]))
-            raise BadRecordError(where, f"{name}.role is {role!r}: {place} {allowed}, put the turns in order or leave the "
-                            "record out", reason=WRONG_ROLE_ORDER)
+            raise RecordError(where, f"{name}.role is {role!r}: {place} {allowed}, put the turns in order or leave the "
+                              "record out", reason=WRONG_ROLE_ORDER)
         for key in UNSUPPORTED_MESSAGE_KEYS:
             if message.get(key):
-                raise BadRecordError(where, f"{name}.{key} is set: only role and content are rendered, write it into content as the "
-                                "target would or give input_ids + loss_mask", reason=BAD_CONTENT)
+                raise RecordError(where, f"{name}.{key} is set: only role and content are rendered, write it into content as the "
+                                  "target would or give input_ids + loss_mask", reason=BAD_CONTENT)
         content = parse_text(message.get("content"), where, f"{name}.content")
         checked.append({"role": role, "content": content})
         before = role
@@ -222,21 +222,21 @@ def parse_messages(messages: Any, where: str) -> Messages:
 
 
 def check_user_turns(messages: Messages, where: str) -> None:
-    """Raises BadRecordError if a user turn says nothing."""
+    """Raises RecordError if a user turn says nothing."""
     for index, message in enumerate(messages):
         if message["role"] == "user" and not message["content"].strip():
-            raise BadRecordError(where, f"messages[{index}].content is empty: a user turn needs text", reason=EMPTY_PROMPT)
+            raise RecordError(where, f"messages[{index}].content is empty: a user turn needs text", reason=EMPTY_PROMPT)
 
 
 def parse_text(value: Any, where: str, name: str) -> str:
-    """A string that can be written as UTF-8. Raises BadRecordError."""
+    """A string that can be written as UTF-8. Raises RecordError."""
     if not isinstance(value, str):
-        raise BadRecordError(where, f"{name} is {_kind(value)}: it must be text", reason=BAD_CONTENT)
+        raise RecordError(where, f"{name} is {_kind(value)}: it must be text", reason=BAD_CONTENT)
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # a lone surrogate: text that was cut in the middle of a character
-        raise BadRecordError(where, f"{name} holds half a character at {error.start}: it must be valid Unicode text",
-                        reason=BAD_CONTENT) from error
+        raise RecordError(where, f"{name} holds half a character at {error.start}: it must be valid Unicode text",
+                          reason=BAD_CONTENT) from error
     return value
 
 
@@ -248,22 +248,22 @@ def _parse_prompt_response(prompt: Any, response: Any, where: str) -> Conversati
         return Chat(where, messages)
     text = parse_text(prompt, where, "prompt")
     if not text.strip():
-        raise BadRecordError(where, "prompt is empty: it needs text", reason=EMPTY_PROMPT)
+        raise RecordError(where, "prompt is empty: it needs text", reason=EMPTY_PROMPT)
     return PromptResponse(where, text, answer)
 
 
 def _parse_ready(record: dict[str, Any], where: str, given: set[str]) -> Ready:
     for key, other in (("input_ids", "loss_mask"), ("loss_mask", "input_ids")):
         if key not in given:
-            raise BadRecordError(where, f"{other} comes without {key}: ready tokens need both", reason=BAD_IDS)
+            raise RecordError(where, f"{other} comes without {key}: ready tokens need both", reason=BAD_IDS)
     ids = _numbers(record["input_ids"], where, "input_ids", kinds="iu")
     mask = _numbers(record["loss_mask"], where, "loss_mask", kinds="biu")
     if len(ids) != len(mask):
-        raise BadRecordError(where, f"loss_mask has {len(mask)} entries for {len(ids)} input_ids: it must have one a token",
-                        reason=BAD_IDS)
+        raise RecordError(where, f"loss_mask has {len(mask)} entries for {len(ids)} input_ids: it must have one a token",
+                          reason=BAD_IDS)
     if not np.isin(mask, (0, 1)).all():
-        raise BadRecordError(where, "loss_mask holds a number that is neither 0 nor 1: an entry is true where the token is supervised",
-                        reason=BAD_IDS)
+        raise RecordError(where, "loss_mask holds a number that is neither 0 nor 1: it is true where the token is supervised",
+                          reason=BAD_IDS)
     return Ready(where, ids.astype(np.int64), mask.astype(np.bool_))
 
 
@@ -274,7 +274,7 @@ def _numbers(values: Any, where: str, name: str, *, kinds: str) -> npt.NDArray[A
     except (ValueError, OverflowError):  # lists of unequal lengths inside the list
         numbers = np.empty(0)
     if numbers.ndim != 1 or len(numbers) == 0 or numbers.dtype.kind not in kinds:
-        raise BadRecordError(where, f"{name} is {_kind(values)} that is not {wanted}: give the tokens one by one", reason=BAD_IDS)
+        raise RecordError(where, f"{name} is {_kind(values)} that is not {wanted}: give the tokens one by one", reason=BAD_IDS)
     return numbers
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from outrider.data.chat import SUPERVISE, ChatFormat, Document, chat_format, document_of, tokenizer_digest
-from outrider.data.conversations import NO_ASSISTANT_TURN, BadRecordError, check_files, count_records, read_conversations
+from outrider.data.conversations import NO_ASSISTANT_TURN, RecordError, check_files, count_records, read_conversations
 from outrider.data.packing import build_row, has_anchor, pack
 from outrider.data.rows import FORMAT, INFO_FILE, ROWS_FILE, as_ranges, check_rows_file, read_info, write_rows_file
 from outrider.errors import UserError
@@ -136,7 +136,7 @@ def _collect(conversations: Sequence[Path], chat: ChatFormat, options: PrepareOp
         for document in _documents(conversations, chat, options):
             documents_in += 1
             bar.advance(1)
-            if isinstance(document, BadRecordError):
+            if isinstance(document, RecordError):
                 dropped[document.reason] += 1
                 continue
             turns.update(document.unsupervised_turns)
@@ -155,13 +155,13 @@ def _collect(conversations: Sequence[Path], chat: ChatFormat, options: PrepareOp
     return kept, audit
 
 
-def _documents(conversations: Sequence[Path], chat: ChatFormat, options: PrepareOptions) -> Iterator[Document | BadRecordError]:
+def _documents(conversations: Sequence[Path], chat: ChatFormat, options: PrepareOptions) -> Iterator[Document | RecordError]:
     for conversation in read_conversations(conversations):
         try:
-            if isinstance(conversation, BadRecordError):
+            if isinstance(conversation, RecordError):
                 raise conversation
             yield document_of(conversation, chat=chat, vocab_size=options.vocab_size, supervise=options.supervise)
-        except BadRecordError as error:
+        except RecordError as error:
             if options.on_bad_record == "stop":
                 raise
             yield error

@@ -16,8 +16,8 @@ from outrider.data.conversations import (
     EMPTY_PROMPT,
     UNKNOWN_FORM,
     WRONG_ROLE_ORDER,
-    BadRecordError,
     Messages,
+    RecordError,
     check_files,
     check_user_turns,
     json_lines,
@@ -58,13 +58,13 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
 
 
 def prompt_ids(line: PromptLine, chat: ChatFormat) -> list[int]:
-    """The ids that the target is given. Raises BadRecordError for an empty prompt or one that the template refuses."""
+    """The ids that the target is given. Raises RecordError for an empty prompt or one that the template refuses."""
     if line.messages is not None:
         check_user_turns(line.messages, line.where)
         return render_prompt(line.messages, chat=chat, where=line.where)
     assert line.text is not None, "a line has text or messages"
     if not line.text.strip():
-        raise BadRecordError(line.where, "prompt is empty: it needs text", reason=EMPTY_PROMPT)
+        raise RecordError(line.where, "prompt is empty: it needs text", reason=EMPTY_PROMPT)
     if chat.has_template:
         return render_prompt(({"role": "user", "content": line.text},), chat=chat, where=line.where)
     return chat.encode_prompt(line.text)
@@ -79,20 +79,20 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, *, template_opt
 def _kind_of(line: PromptLine) -> str | None:
     kind = line.extra.get("kind")
     if kind is not None and not isinstance(kind, str):
-        raise BadRecordError(line.where, f"kind is {kind!r}: it must be text", reason=BAD_CONTENT)
+        raise RecordError(line.where, f"kind is {kind!r}: it must be text", reason=BAD_CONTENT)
     return kind
 
 
 def _parse_line(record: Any, where: str) -> PromptLine:
     if not isinstance(record, dict) or (record.get("prompt") is None) == (record.get("messages") is None):
         keys = f"has the keys {', '.join(sorted(record)) or '(none)'}" if isinstance(record, dict) else "is not a JSON object"
-        raise BadRecordError(where, f"the prompt {keys}: it must have either prompt (text) or messages (a list of role and content)",
-                        reason=UNKNOWN_FORM)
+        raise RecordError(where, f"the prompt {keys}: it must have either prompt (text) or messages (a list of role and content)",
+                          reason=UNKNOWN_FORM)
     extra = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
     if record.get("prompt") is not None:
         return PromptLine(where, parse_text(record["prompt"], where, "prompt"), None, extra)
     messages = parse_messages(record["messages"], where)
     if messages[-1]["role"] not in ("user", "tool"):
-        raise BadRecordError(where, f"messages[{len(messages) - 1}].role is {messages[-1]['role']!r}: a prompt ends with a user or "
-                        "tool turn, which the target then answers", reason=WRONG_ROLE_ORDER)
+        raise RecordError(where, f"messages[{len(messages) - 1}].role is {messages[-1]['role']!r}: a prompt ends with a user or "
+                          "tool turn, which the target then answers", reason=WRONG_ROLE_ORDER)
     return PromptLine(where, None, messages, extra)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from outrider.data.chat import ChatFormat, chat_format, tokenizer_digest
-from outrider.data.conversations import BadRecordError
+from outrider.data.conversations import RecordError
 from outrider.data.prompts import PromptLine, prompt_ids, read_prompt_lines
 from outrider.errors import UserError
 from outrider.files import explain_os_errors, read_json, sha256_file, write_json
@@ -109,10 +109,10 @@ def _prompt_tokens(lines: list[PromptLine], chat: ChatFormat, options: RespondOp
         try:
             rendered = prompt_ids(line, chat)
             if len(rendered) > options.max_prompt_tokens:
-                raise BadRecordError(line.where, f"the prompt has {len(rendered)} tokens: max_prompt_tokens = "
-                                f"{options.max_prompt_tokens}, shorten it or raise the limit", reason="prompt too long")
+                raise RecordError(line.where, f"the prompt has {len(rendered)} tokens: max_prompt_tokens = "
+                                  f"{options.max_prompt_tokens}, shorten it or raise the limit", reason="prompt too long")
             ids[number] = rendered
-        except BadRecordError as error:
+        except RecordError as error:
             say(f"respond: not answered: {error}")
     return ids, len(lines) - len(ids)
 
