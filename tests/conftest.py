@@ -1,0 +1,52 @@
+"""Fixtures for all tests: two threads, toy targets saved once a session."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from toys import save_toy
+
+from outrider.features.target import Target, load_target
+
+ToyFolder = Callable[..., Path]
+ToyTarget = Callable[..., Target]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> ToyFolder:
+    """`toy_folder(kind="llama", seed=0, dtype="float32", layers=6, tie=False)`: a target folder, read only by agreement."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def make(kind: str = "llama", *, seed: int = 0, dtype: str = "float32", layers: int = 6, tie: bool = False) -> Path:
+        key = (kind, seed, dtype, layers, tie)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(f"{kind}-{seed}-{dtype}")
+            made[key] = save_toy(folder, kind, seed=seed, dtype=getattr(torch, dtype), layers=layers, tie=tie)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def toy_target(toy_folder: ToyFolder) -> ToyTarget:
+    """As `toy_folder`, but loaded: a frozen Target, shared by all tests of the session."""
+    loaded: dict[tuple[object, ...], Target] = {}
+
+    def make(kind: str = "llama", *, seed: int = 0, dtype: str = "float32", layers: int = 6, tie: bool = False) -> Target:
+        key = (kind, seed, dtype, layers, tie)
+        if key not in loaded:
+            loaded[key] = load_target(str(toy_folder(kind, seed=seed, dtype=dtype, layers=layers, tie=tie)), dtype=dtype, device="cpu")
+        return loaded[key]
+
+    return make
