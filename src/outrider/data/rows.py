@@ -104,8 +104,8 @@ class PreparedRows:
         self.key: str = info["key"]
         self.audit: dict[str, Any] = info["audit"]
         self._token_ids: str = info["token_ids"]
-        self._group_rows = max(1, GROUP_TOKENS // self.row_length)
         self._file = pq.ParquetFile(folder / ROWS_FILE)
+        self._group_rows: int = self._file.metadata.row_group(0).num_rows  # as written; only the last group is shorter
         assert self._file.metadata.num_rows == self.num_rows, "the checksum holds, so the count must"
         self._groups: OrderedDict[int, list[npt.NDArray[Any]]] = OrderedDict()
 
