@@ -46,7 +46,8 @@ def toy_target(toy_folder: ToyFolder) -> ToyTarget:
     def make(kind: str = "llama", *, seed: int = 0, dtype: str = "float32", layers: int = 6, tie: bool = False) -> Target:
         key = (kind, seed, dtype, layers, tie)
         if key not in loaded:
-            loaded[key] = load_target(str(toy_folder(kind, seed=seed, dtype=dtype, layers=layers, tie=tie)), dtype=dtype, device="cpu")
+            folder = toy_folder(kind, seed=seed, dtype=dtype, layers=layers, tie=tie)
+            loaded[key] = load_target(str(folder), dtype=dtype, device="cpu")
         return loaded[key]
 
     return make

@@ -68,7 +68,7 @@ def toy_model(kind: str, *, seed: int, dtype: torch.dtype = torch.float32, layer
     return model.to(dtype).eval()
 
 
-def save_toy(folder: Path, kind: str, *, seed: int, dtype: torch.dtype = torch.float32, layers: int = 6, tie: bool = False) -> Path:
+def save_toy(folder: Path, kind: str, *, seed: int, dtype: torch.dtype, layers: int, tie: bool) -> Path:
     """Save a toy target and its tokenizer as a Hugging Face folder."""
     toy_model(kind, seed=seed, dtype=dtype, layers=layers, tie=tie).save_pretrained(folder)
     toy_tokenizer().save_pretrained(folder)
@@ -93,7 +93,8 @@ def rows_of(documents_by_row: list[list[list[int]]], *, length: int, masks: list
 def random_rows(lengths_by_row: list[list[int]], *, length: int, seed: int, vocab: int = 256) -> TokenRows:
     """Rows of random tokens in documents of these lengths, all supervised."""
     generator = torch.Generator().manual_seed(seed)
-    return rows_of([[torch.randint(vocab, (n,), generator=generator).tolist() for n in row] for row in lengths_by_row], length=length)
+    documents = [[torch.randint(vocab, (n,), generator=generator).tolist() for n in row] for row in lengths_by_row]
+    return rows_of(documents, length=length)
 
 
 def toy_shape(**changes: Any) -> DrafterShape:
