@@ -1,0 +1,77 @@
+"""Takes a path (run, checkpoint or exported folder), gives the drafter in it; writes nothing."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outrider.errors import UserError
+from outrider.features.target import DTYPES
+from outrider.files import read_json
+from outrider.model.attention import dense_attention
+from outrider.model.drafter import Drafter
+from outrider.records import DrafterShape
+from outrider.train.checkpoint import list_checkpoints, load_shape, verify_checkpoint
+from outrider.weights.published import CONFIG_NAME, WEIGHTS_NAME, from_config, tensor_shapes
+
+CHECKPOINT_STATE, CHECKPOINT_WEIGHTS = "state.json", "drafter.safetensors"
+
+
+def open_drafter(path: Path, *, dtype: str, device: str) -> Drafter:
+    """The drafter of an exported folder, a checkpoint, or a run's newest checkpoint, in `dtype` ("float32" or "bfloat16").
+
+    Raises UserError when there is none or it is damaged.
+    """
+    folder = find_drafter(path)
+    if (folder / CHECKPOINT_STATE).is_file():
+        verify_checkpoint(folder)
+        shape, weights = load_shape(folder)[0], folder / CHECKPOINT_WEIGHTS
+    else:
+        config_path = folder / CONFIG_NAME
+        shape = from_config(read_json(config_path, what="the drafter's config"), where=str(config_path))
+        weights = folder / WEIGHTS_NAME
+    drafter = Drafter(shape, dense_attention)
+    drafter.load_state_dict(read_tensors(weights, shape))
+    return drafter.to(torch.device(device), DTYPES[dtype]).eval().requires_grad_(False)
+
+
+def find_drafter(path: Path) -> Path:
+    """`path` itself when it is a checkpoint or an export, the newest checkpoint when it is a run. Raises UserError."""
+    if (path / CHECKPOINT_STATE).is_file() or (path / CONFIG_NAME).is_file():
+        return path
+    if not path.is_dir():
+        raise UserError(f"{path}: there is no such folder: name an exported drafter, a checkpoint or a run")
+    checkpoints = list_checkpoints(path)
+    if not checkpoints:
+        raise UserError(f"{path}: holds no drafter: name an exported folder ({CONFIG_NAME} and {WEIGHTS_NAME}), a checkpoint "
+                        f"({CHECKPOINT_STATE}) or a run (checkpoints/)")
+    return checkpoints[-1]
+
+
+def read_tensors(path: Path, shape: DrafterShape) -> dict[str, Tensor]:
+    """The drafter's tensors from a safetensors file, exactly the allow-list, all finite. Raises UserError naming the fault."""
+    try:
+        tensors = load_file(path)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: the drafter's weights are missing: check the path, or export again") from error
+    except SafetensorError as error:
+        raise UserError(f"{path}: the drafter's weights are damaged ({error}): copy the file or export again") from error
+    expected = tensor_shapes(shape)
+    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    for problem, names in (("lacks", missing), ("has the unknown", unknown)):
+        if names:
+            raise UserError(f"{path}: {problem} tensor '{names[0]}'{_and_more(names)}: a drafter of this config has exactly "
+                            f"{len(expected)} tensors, and no embedding or head of its own")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise UserError(f"{path}: tensor '{name}' has shape {list(tensor.shape)}, the config asks for {list(expected[name])}")
+        if not tensor.isfinite().all():
+            raise UserError(f"{path}: tensor '{name}' holds values that are not finite: the drafter is damaged, use an "
+                            "earlier checkpoint")
+    return tensors
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

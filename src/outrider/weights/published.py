@@ -1,0 +1,143 @@
+"""Takes a drafter's shape, gives its config.json and tensor names in the published (z-lab) format, and back; reads no weights."""
+
+from typing import Any
+
+from outrider.errors import UserError
+from outrider.records import FULL, SLIDING, DrafterShape
+
+CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
+ARCHITECTURE = "DFlashDraftModel"
+
+
+def to_config(shape: DrafterShape, *, embedding_scale: float, softcap: float | None) -> dict[str, Any]:
+    """The config: an allow-list, nothing is copied from the target (a leaked rotary field has cost others all acceptance).
+
+    `embedding_scale` and `softcap` are the target's; loaders feed the raw embedding and read the raw head, so a target that
+    scales or caps them is written down. Raises UserError on a window that servers would apply inside the block.
+    """
+    if shape.sliding_window is not None and shape.sliding_window < shape.block_size:
+        raise UserError(f"drafter.sliding_window = {shape.sliding_window}: must be at least drafter.block_size = "
+                        f"{shape.block_size}, other loaders apply the window inside the block too")
+    sliding = SLIDING in shape.layer_types
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "block_size": shape.block_size,
+        "dflash_config": {
+            "block_size": shape.block_size,
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": list(shape.target_layer_ids),
+            **({"input_embedding_scale": embedding_scale} if embedding_scale != 1 else {}),
+            **({"final_logit_softcapping": softcap} if softcap is not None else {}),
+        },
+        "num_target_layers": shape.num_target_layers,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "max_position_embeddings": shape.max_position_embeddings,
+        "layer_types": list(shape.layer_types),
+        "use_sliding_window": sliding,
+        "sliding_window": shape.sliding_window,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        **_causality(shape),
+    }
+
+
+def _causality(shape: DrafterShape) -> dict[str, bool]:
+    """`is_causal`, the one key that all loaders read: full layers see their whole block, sliding ones the slots up to their own.
+
+    It holds for all layers at once, so it is left out where both kinds are mixed; loaders then go by the kind of the layer.
+    """
+    kinds = set(shape.layer_types)
+    return {"is_causal": kinds == {SLIDING}} if len(kinds) == 1 else {}
+
+
+def from_config(config: Any, *, where: str) -> DrafterShape:
+    """The shape that a published config describes. Raises UserError naming the key that is missing or not understood."""
+    if not isinstance(config, dict):
+        raise UserError(f"{where}: is not a JSON object: export the drafter again")
+    reader = _Reader(config, where)
+    dflash = _Reader(reader.take("dflash_config", dict), f"{where}: dflash_config")
+    layer_ids, layer_types = dflash.take("target_layer_ids", list), reader.take("layer_types", list)
+    block_size, theta = reader.take("block_size", int), reader.number("rope_theta")
+    expected = {
+        "architectures": [ARCHITECTURE], "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta}, "use_sliding_window": SLIDING in layer_types,
+    }
+    for key, value in expected.items():
+        if config.get(key) != value:
+            raise UserError(f"{where}: {key} = {config.get(key)!r}: must be {value!r} here: export the drafter again")
+    inner_size = dflash.values.get("block_size", block_size)
+    if inner_size != block_size:
+        raise UserError(f"{where}: dflash_config.block_size = {inner_size!r}: must equal block_size = {block_size}")
+    shape = DrafterShape(
+        hidden_size=reader.take("hidden_size", int),
+        intermediate_size=reader.take("intermediate_size", int),
+        num_layers=reader.take("num_hidden_layers", int),
+        num_heads=reader.take("num_attention_heads", int),
+        num_kv_heads=reader.take("num_key_value_heads", int),
+        head_dim=reader.take("head_dim", int),
+        rms_norm_eps=reader.number("rms_norm_eps"),
+        rope_theta=theta,
+        vocab_size=reader.take("vocab_size", int),
+        max_position_embeddings=reader.take("max_position_embeddings", int),
+        block_size=block_size,
+        mask_token_id=dflash.take("mask_token_id", int),
+        target_layer_ids=tuple(layer_ids),
+        num_target_layers=reader.take("num_target_layers", int),
+        tie_word_embeddings=reader.take("tie_word_embeddings", bool),
+        layer_types=tuple(layer_types),
+        sliding_window=reader.take("sliding_window", int) if SLIDING in layer_types else None,
+    )
+    causality = _causality(shape)
+    if config.get("is_causal", causality.get("is_causal")) != causality.get("is_causal"):
+        raise UserError(f"{where}: is_causal = {config['is_causal']!r}: does not fit layer_types: '{FULL}' layers are not causal "
+                        f"inside the block and '{SLIDING}' layers are; export the drafter again")
+    return shape
+
+
+class _Reader:
+    """Keys of one JSON object, all mandatory: a guessed layer id or block size drafts nonsense without a word."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+
+    def take(self, key: str, kind: type) -> Any:
+        if key not in self.values:
+            raise UserError(f"{self.where}: '{key}' is missing: it is mandatory, export the drafter again or add it")
+        value = self.values[key]
+        if type(value) is not kind:
+            raise UserError(f"{self.where}: {key} = {value!r}: must be of type {kind.__name__}")
+        return value
+
+    def number(self, key: str) -> float:
+        if type(self.values.get(key)) is int:
+            return float(self.values[key])
+        return self.take(key, float)
+
+
+def tensor_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the file and its shape: the allow-list. No embedding and no head, those are the target's."""
+    D, inner, C = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    queries, keys = shape.num_heads * C, shape.num_kv_heads * C
+    found: dict[str, tuple[int, ...]] = {
+        "fc.weight": (D, len(shape.target_layer_ids) * D), "hidden_norm.weight": (D,), "norm.weight": (D,),
+    }
+    for n in range(shape.num_layers):
+        found |= {f"layers.{n}.{name}.weight": size for name, size in (
+            ("input_layernorm", (D,)), ("post_attention_layernorm", (D,)),
+            ("self_attn.q_proj", (queries, D)), ("self_attn.k_proj", (keys, D)), ("self_attn.v_proj", (keys, D)),
+            ("self_attn.o_proj", (D, queries)), ("self_attn.q_norm", (C,)), ("self_attn.k_norm", (C,)),
+            ("mlp.gate_proj", (inner, D)), ("mlp.up_proj", (inner, D)), ("mlp.down_proj", (D, inner)),
+        )}
+    return found
