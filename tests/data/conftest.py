@@ -24,12 +24,14 @@ THINKING = (
     "<think>{{ '\n\n' }}</think>{{ '\n\n' }}{{ m.content }}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>{{ '\n\n' }}</think>{{ '\n\n' }}{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think>{{ '\n\n' }}</think>{{ '\n\n' }}{% endif %}{% endif %}"
 )
 
 
 def _make_tokenizer(template: str | None = CHATML, *, eos: str | None = END,
-                    merges: tuple[tuple[str, str], ...] = (("Ċ", "Ċ"),), special: tuple[str, ...] = (START, END)) -> PreTrainedTokenizerFast:
+                    merges: tuple[tuple[str, str], ...] = (("Ċ", "Ċ"),),
+                    special: tuple[str, ...] = (START, END)) -> PreTrainedTokenizerFast:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*letters, *("".join(pair) for pair in merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))

@@ -128,6 +128,13 @@ def test_files_that_cannot_be_read_at_all(tmp_path):
         list(read_conversations([]))
 
 
+def test_a_file_that_may_not_be_read(write_jsonl, monkeypatch):
+    path = write_jsonl(GOOD)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(UserError, match=r"conversations\.jsonl: may not be read: change its permissions"):
+        list(read_conversations([path]))
+
+
 def test_parquet_is_read_as_jsonl_is(tmp_path: Path):
     path = tmp_path / "rows.parquet"
     messages = [turns("user", "assistant"), turns("assistant"), None]

@@ -5,6 +5,7 @@ Three record forms: `messages` (a list of {role, content}); `prompt` (text, or s
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ Conversation = Chat | PromptResponse | Ready
 
 
 def check_files(paths: Sequence[Path]) -> None:
-    """Raises UserError unless every path is a file with something in it."""
+    """Raises UserError unless every path is a file that may be read and has something in it."""
     if not paths:
         raise UserError("no conversations were given: name at least one JSONL or Parquet file")
     for path in paths:
@@ -83,6 +84,8 @@ def check_files(paths: Sequence[Path]) -> None:
             raise UserError(f"{path}: there is no such file: check the path")
         if path.is_dir():
             raise UserError(f"{path}: is a folder: name the JSONL or Parquet files in it")
+        if not os.access(path, os.R_OK):
+            raise UserError(f"{path}: may not be read: change its permissions")
         if path.stat().st_size == 0:
             raise UserError(f"{path}: the file is empty: it must hold at least one record")
 
@@ -113,14 +116,11 @@ def count_records(paths: Sequence[Path]) -> int:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The lines of a JSONL file that are not blank, each with its `file:line`. Raises UserError if it cannot be read."""
-    try:
-        with path.open("rb") as handle:
-            for number, line in enumerate(handle, 1):
-                if line.strip():
-                    yield f"{path}:{number}", line
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}): check the path and its permissions") from error
+    """The lines of a JSONL file that are not blank, each with its `file:line`."""
+    with path.open("rb") as handle:
+        for number, line in enumerate(handle, 1):
+            if line.strip():
+                yield f"{path}:{number}", line
 
 
 def parse_json(line: bytes, where: str) -> Any:

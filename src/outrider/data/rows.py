@@ -4,7 +4,6 @@ The folder holds `rows.parquet` (columns input_ids, document_ids: list<int32>; l
 `rows.json` (what the rows are, what was dropped and why, the cache key, the checksum of `rows.parquet`).
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,7 @@ class PreparedRows:
         self._file = pq.ParquetFile(folder / ROWS_FILE)
         self._group_rows: int = self._file.metadata.row_group(0).num_rows  # as written; only the last group is shorter
         assert self._file.metadata.num_rows == self.num_rows, "the checksum holds, so the count must"
-        self._groups: OrderedDict[int, list[npt.NDArray[Any]]] = OrderedDict()
+        self._groups: dict[int, list[npt.NDArray[Any]]] = {}
 
     def __len__(self) -> int:
         return self.num_rows
@@ -145,8 +144,7 @@ class PreparedRows:
             self._groups[number] = [table.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False)
                                     .reshape(-1, self.row_length) for name in SCHEMA.names]
             if len(self._groups) > GROUPS_KEPT:
-                self._groups.popitem(last=False)
-        self._groups.move_to_end(number)
+                del self._groups[next(iter(self._groups))]  # the oldest: a shuffled order asks for none sooner than another
         return tuple(column[place] for column in self._groups[number])
 
 
