@@ -59,9 +59,13 @@ class LayoutConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """`gamma`: decay length of the slot weights in slots; derived from the block size when left out."""
+    """`gamma`: decay length of the slot weights in slots; derived from the block size when left out.
+
+    `logits_mib`: memory for the logits of one chunk of rows, MiB; the loss never holds more of them.
+    """
 
     gamma: Annotated[float, Field(gt=0)] | None = None
+    logits_mib: Positive = 768
 
 
 class OptimizerConfig(Section):

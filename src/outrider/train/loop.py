@@ -121,7 +121,7 @@ def _one_step(run: Run, step: int, bar: ProgressBar, last: dict[str, Any] | None
         group["lr"] = rate
     terms, norm = run_step(
         run.drafter, run.target, run.optimizer, batches, precision=config.train.precision, clip_norm=config.optimizer.clip_norm,
-        watch=watch,
+        logits_bytes=config.objective.logits_mib * 2**20, watch=watch,
     )
     run.position = Position(step + 1, run.position.tau, run.position.tau_step)
     if (step + 1) % config.train.log_every and step + 1 != run.steps:

@@ -12,7 +12,7 @@ from outrider.layout.anchors import draw_anchors
 from outrider.layout.blocks import build_blocks
 from outrider.layout.mask import dense_mask
 from outrider.model.drafter import Drafter
-from outrider.objective.losses import plain_loss
+from outrider.objective.frozen_head import frozen_head_loss
 from outrider.records import SLIDING, DraftBlocks, Features, LossTerms, TokenRows
 from outrider.train.meter import Stopwatch
 from outrider.train.resolve import Resolved
@@ -41,7 +41,9 @@ def lay_out(rows: TokenRows, resolved: Resolved, epochs_B: Sequence[int], device
     return MicroBatch(rows, blocks, eligible)
 
 
-def drafter_terms(drafter: Drafter, target: Target, rows: TokenRows, features: Features, blocks: DraftBlocks) -> LossTerms:
+def drafter_terms(
+    drafter: Drafter, target: Target, rows: TokenRows, features: Features, blocks: DraftBlocks, *, logits_bytes: int
+) -> LossTerms:
     """Forward the drafter over the blocks of the rows and score it, in the ambient autocast."""
     B, A, K = blocks.noise_ids_BAK.shape
     masks = {kind: dense_mask(rows, blocks, window=drafter.shape.sliding_window if kind == SLIDING else None)
@@ -53,7 +55,7 @@ def drafter_terms(drafter: Drafter, target: Target, rows: TokenRows, features: F
         rows.positions_BS,
         masks,
     )
-    return plain_loss(hidden_BQD, blocks, target.head)
+    return frozen_head_loss(hidden_BQD, blocks, target.head, budget_bytes=logits_bytes)
 
 
 def compute_dtype(x: Tensor, drafter: Drafter) -> Tensor:
@@ -64,7 +66,7 @@ def compute_dtype(x: Tensor, drafter: Drafter) -> Tensor:
 
 def run_step(
     drafter: Drafter, target: Target, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch], *, precision: str,
-    clip_norm: float, watch: Stopwatch,
+    clip_norm: float, logits_bytes: int, watch: Stopwatch,
 ) -> tuple[LossTerms, Tensor]:
     """One optimizer step: capture, forward, backward over all micro-batches, clip, update.
 
@@ -81,7 +83,7 @@ def run_step(
         with watch("forward"), torch.autocast(
             features.values_BSF.device.type, dtype=DTYPES[precision], enabled=precision != "float32"
         ):
-            part = drafter_terms(drafter, target, batch.rows, features, batch.blocks)
+            part = drafter_terms(drafter, target, batch.rows, features, batch.blocks, logits_bytes=logits_bytes)
         with watch("backward"):
             (part.loss_sum / total_weight).backward()
         terms = part.detach() if terms is None else terms + part.detach()
