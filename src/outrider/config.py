@@ -1,18 +1,22 @@
 """Takes a TOML run file and `a.b=c` settings, gives a frozen typed RunConfig; every default stands here, once."""
 
 import difflib
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from outrider.errors import UserError
 
-Positive = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Whole = Annotated[int, Field(strict=True)]  # no 2.0, "2" or true
+Positive = Annotated[Whole, Field(ge=1)]
+Real = Annotated[float, Field(strict=True)]
+Share = Annotated[Real, Field(ge=0.0, le=1.0)]
+Place = Annotated[Path, AfterValidator(Path.expanduser)]
 DType = Literal["float32", "bfloat16"]
 
 
@@ -23,30 +27,30 @@ class Section(BaseModel):
 class TargetConfig(Section):
     """The frozen target: `path` is a local folder or a hub id; it is loaded in `dtype`."""
 
-    path: str
+    path: Annotated[str, AfterValidator(os.path.expanduser)]
     dtype: DType = "bfloat16"
 
 
 class DataConfig(Section):
     """`rows`: a folder made by `outrider prepare`. `heldout`: prompts (JSONL) for the real accepted length, or none."""
 
-    rows: Path
-    heldout: Path | None = None
+    rows: Place
+    heldout: Place | None = None
 
 
 class DrafterConfig(Section):
     """The drafter's architecture. What is left out is derived from the target, and printed."""
 
     num_layers: Positive = 5
-    block_size: int = 16
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...] | None = None
+    block_size: Whole = 16
+    mask_token_id: Whole
+    target_layer_ids: tuple[Whole, ...] | None = None
     num_target_features: Positive = 5
     intermediate_size: Positive | None = None
     num_heads: Positive | None = None
     num_kv_heads: Positive | None = None
     head_dim: Positive | None = None
-    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    rope_theta: Annotated[Real, Field(gt=0)] | None = None
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
     sliding_window: Positive | None = None
 
@@ -55,7 +59,7 @@ class LayoutConfig(Section):
     """Anchors per row, and how many each document gets before the rest is shared in proportion."""
 
     anchors: Positive = 512
-    document_floor: Annotated[int, Field(ge=0)] = 8
+    document_floor: Annotated[Whole, Field(ge=0)] = 8
 
 
 class ObjectiveConfig(Section):
@@ -64,19 +68,19 @@ class ObjectiveConfig(Section):
     `logits_mib`: memory for the logits of one chunk of rows, MiB; the loss never holds more of them.
     """
 
-    gamma: Annotated[float, Field(gt=0)] | None = None
+    gamma: Annotated[Real, Field(gt=0)] | None = None
     logits_mib: Positive = 768
 
 
 class OptimizerConfig(Section):
     """AdamW (arXiv 1711.05101) on fp32 masters, cosine schedule."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    learning_rate: Annotated[Real, Field(gt=0)] = 6e-4
+    beta1: Annotated[Real, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[Real, Field(ge=0, lt=1)] = 0.95
+    epsilon: Annotated[Real, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.01
+    clip_norm: Annotated[Real, Field(gt=0)] = 1.0
     warmup_share: Share = 0.04
     final_share: Share = 0.1
 
@@ -84,8 +88,8 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """One optimizer step takes `rows_per_batch * accumulation` rows. `steps` overrides `epochs` when given."""
 
-    folder: Path
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    folder: Place
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
     device: str = "cpu"
     precision: DType = "bfloat16"
     epochs: Positive = 6
@@ -123,6 +127,8 @@ def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"{path}: the run file is missing: check the path") from error
     except IsADirectoryError as error:
         raise UserError(f"{path}: is a folder, a run file is one TOML file: name the file") from error
+    except OSError as error:
+        raise UserError(f"{path}: the run file cannot be read ({error.strerror}): check the path and its permissions") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid TOML: {error}") from error
     for setting in settings:
@@ -154,18 +160,30 @@ def _apply(document: dict[str, Any], setting: str) -> None:
     section[parts[1]] = value
 
 
+RULES = {
+    "model_type": "must be a section of keys",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "string_type": "must be a text in quotes",
+    "path_type": "must be a path in quotes",
+    "tuple_type": "must be a list",
+}
+
+
 def _explain(detail: ErrorDetails) -> str:
     place = [str(part) for part in detail["loc"]]
     name = ".".join(place)
     if detail["type"] == "extra_forbidden":
         known = _known_keys(place[:-1])
-        everywhere = [f"{s}.{k}" for s in RunConfig.model_fields for k in _known_keys([s])] if len(place) > 1 else known
-        near = difflib.get_close_matches(place[-1], known, n=1) or difflib.get_close_matches(name, everywhere, n=1)
+        elsewhere = {key: f"{section}.{key}" for section in RunConfig.model_fields for key in _known_keys([section])}
+        in_section, in_others = (difflib.get_close_matches(place[-1], keys, n=1) for keys in (known, elsewhere))
+        near = in_section or [elsewhere[key] for key in in_others]
         hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
         return f"unknown key '{name}': {hint}"
     if detail["type"] == "missing":
         return f"'{name}' is missing: add it"
-    return f"{name} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    rule = RULES.get(detail["type"]) or detail["msg"].replace("Input should be", "must be")
+    return f"{name} = {_toml_value(detail['input'])}: {rule}"
 
 
 def _known_keys(place: list[str]) -> list[str]:

@@ -1,10 +1,12 @@
 """Takes paths and bytes, gives writes that are whole or absent and digests; knows nothing of what the bytes mean."""
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,23 +38,37 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk, a read-only folder or a missing permission under `path` into one sentence (UserError)."""
+    """Turn a full disk, a read-only folder or a missing permission under `path` into one sentence (UserError).
+
+    Also when it comes from a library in Rust (safetensors), whose errors are no OSError but carry the number in their text.
+    """
     ways_out = {
         errno.ENOSPC: "the disk is full: free some space or choose a folder on another disk",
+        errno.EFBIG: "the file is larger than the file system or a limit (ulimit -f) allows: choose a folder on another disk",
         errno.EDQUOT: "the disk quota is used up: free some space or choose a folder on another disk",
         errno.EROFS: "it is on a read-only file system: choose a folder that can be written",
         errno.EACCES: "permission is denied: choose a folder that you may write",
         errno.EPERM: "permission is denied: choose a folder that you may write",
         errno.ENOTDIR: "a part of this path is a file, not a folder: choose another path",
+        errno.EEXIST: "a file is in the way of a folder: choose another path",
         errno.EISDIR: "it is a folder, not a file: choose another path",
         errno.ENAMETOOLONG: "the name is too long: choose a shorter one",
     }
     try:
         yield
-    except OSError as error:
-        if error.errno not in ways_out:
+    except Exception as error:
+        number = _os_error_number(error)
+        if number not in ways_out:
             raise
-        raise UserError(f"cannot write {path}: {ways_out[error.errno]}") from error
+        raise UserError(f"cannot write {path}: {ways_out[number]}") from error
+
+
+def _os_error_number(error: Exception) -> int:
+    """The errno that an error stands for; 0 when it stands for none."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    in_text = re.search(r"\(os error (\d+)\)", str(error))
+    return int(in_text.group(1)) if in_text and not isinstance(error, UserError) else 0
 
 
 @contextlib.contextmanager
@@ -64,8 +80,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     with explain_os_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
-        temporary.chmod(0o755)
         try:
+            temporary.chmod(0o755)
             yield temporary
             for file in sorted(temporary.rglob("*")):
                 if file.is_file():
@@ -75,10 +91,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
                     sync_folder(file)
             sync_folder(temporary)
             if folder.exists():
-                retired = temporary.with_suffix(".retired")
-                folder.rename(retired)
-                temporary.rename(folder)
-                shutil.rmtree(retired)
+                _exchange(temporary, folder)
             else:
                 temporary.rename(folder)
             sync_folder(folder.parent)
@@ -86,15 +99,37 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two folders in one step (renameat2 of Linux), so that no moment is without a whole `old`.
+
+    A file system that cannot swap (NFS) gets two renames, undone if the second fails; a kill between them leaves both folders
+    beside each other under their temporary names.
+    """
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(here, os.fsencode(new), here, os.fsencode(old), exchange) == 0:
+        return
+    if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(old))
+    retired = new.with_suffix(".retired")
+    old.rename(retired)
+    try:
+        new.rename(old)
+    except OSError:
+        retired.rename(old)
+        raise
+    shutil.rmtree(retired)
+
+
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` on a temporary path beside `path`, fsync what it wrote, and rename it to `path`."""
     with explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
         os.close(descriptor)
         temporary = Path(name)
-        temporary.chmod(0o644)
         try:
+            temporary.chmod(0o644)
             write(temporary)
             with temporary.open("rb+") as handle:
                 os.fsync(handle.fileno())
@@ -106,7 +141,7 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON document atomically, indented, with a final newline."""
-    write_atomic(path, lambda temporary: temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8") and None)
+    write_atomic(path, lambda temporary: temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8"))
 
 
 def read_json(path: Path, *, what: str) -> Any:
@@ -115,5 +150,7 @@ def read_json(path: Path, *, what: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: {what} is missing: check the path") from error
+    except OSError as error:
+        raise UserError(f"{path}: {what} cannot be read ({error.strerror}): check the path and its permissions") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: {what} is not valid JSON ({error}): restore the file or make it again") from error

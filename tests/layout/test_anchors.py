@@ -11,7 +11,6 @@ from toys import random_rows, rows_of
 from outrider.layout.anchors import anchor_lots, draw_anchors, eligible_positions, share_out
 from outrider.records import TokenRows
 
-
 Drawn = tuple[torch.Tensor, torch.Tensor, int]
 
 

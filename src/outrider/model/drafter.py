@@ -4,6 +4,7 @@ n decoder layers of the Qwen3 kind (arXiv 2505.09388), whose keys and values are
 by the same projections (DFlash, arXiv 2602.06036). Parameter names are those of the published format.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.model.attention import Attention, rotary_table, rotate
-from outrider.records import DrafterShape
+from outrider.records import FULL, DrafterShape
 
 Masks = dict[str, Tensor]
 Rotary = tuple[Tensor, Tensor]
@@ -108,10 +109,14 @@ class Drafter(nn.Module):
         self.shape = shape
         self.fc = nn.Linear(len(shape.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.layers: nn.ModuleList[DrafterLayer] = nn.ModuleList(
-            DrafterLayer(shape, attention) for _ in range(shape.num_layers)
-        )
+        self.layers = nn.ModuleList(DrafterLayer(shape, attention) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def typed_layers(self) -> Iterator[tuple[DrafterLayer, str]]:
+        """Each layer with its type (full or sliding attention)."""
+        for layer, kind in zip(self.layers, self.shape.layer_types, strict=True):
+            assert isinstance(layer, DrafterLayer)
+            yield layer, kind
 
     def context(self, features_BSF: Tensor) -> Tensor:
         """`RMSNorm(W_c features)`, `[B, S, D]`."""
@@ -127,7 +132,7 @@ class Drafter(nn.Module):
         context_BSD = self.context(features_BSF)
         context_rotary, noise_rotary = self.rotary(context_positions_BS), self.rotary(noise_positions_BQ)
         x_BQD = noise_BQD
-        for layer, kind in zip(self.layers, self.shape.layer_types, strict=True):
+        for layer, kind in self.typed_layers():
             context_kv = layer.self_attn.keys_values(context_BSD, context_rotary)
             x_BQD = layer(x_BQD, context_kv, noise_rotary, masks[kind])
         return self.norm(x_BQD)
@@ -143,7 +148,7 @@ class Drafter(nn.Module):
         positions_1X = torch.arange(start, start + J + K, device=noise_BKD.device)[None]
         context_rotary, noise_rotary = self.rotary(positions_1X[:, :J]), self.rotary(positions_1X[:, J:])
         x_BKD = noise_BKD
-        for i, (layer, kind) in enumerate(zip(self.layers, self.shape.layer_types, strict=True)):
+        for i, (layer, kind) in enumerate(self.typed_layers()):
             k, v = layer.self_attn.keys_values(context_BJD, context_rotary)
             if start:
                 k, v = torch.cat((cache.keys[i], k), dim=2), torch.cat((cache.values[i], v), dim=2)
@@ -157,7 +162,7 @@ class Drafter(nn.Module):
     def _draft_mask(self, kind: str, context_length: int, K: int, device: torch.device) -> Tensor | None:
         """`[1, 1, K, J + K]` bool for a sliding-window layer (the rule of layout.mask, in positions), None for a full one."""
         window = self.shape.sliding_window
-        if kind == "full_attention" or window is None:
+        if kind == FULL or window is None:
             return None
         query = torch.arange(context_length, context_length + K, device=device)[:, None]
         key = torch.arange(context_length + K, device=device)[None]

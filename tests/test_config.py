@@ -1,0 +1,135 @@
+"""The run file: round trips, settings, and errors that name the field, the value and the rule."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.config import RunConfig, load_run, parse_run, to_toml
+from outrider.errors import UserError
+
+SMALLEST = """
+[target]
+path = "models/toy"
+[data]
+rows = "rows"
+[drafter]
+mask_token_id = 260
+[train]
+folder = "runs/a"
+"""
+
+
+def written(tmp_path: Path, text: str = SMALLEST) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_are_those_of_the_definitions(tmp_path: Path) -> None:
+    run = load_run(written(tmp_path))
+    assert (run.drafter.block_size, run.drafter.num_layers, run.layout.anchors, run.train.epochs) == (16, 5, 512, 6)
+    o = run.optimizer
+    assert (o.learning_rate, o.beta1, o.beta2, o.final_share, o.warmup_share, o.clip_norm) == (6e-4, 0.9, 0.95, 0.1, 0.04, 1.0)
+
+
+@pytest.mark.parametrize("changes", [
+    {},
+    {"target.path": 'a "quoted" \\ path\twith\nall é\u0007\u2028'},
+    {"drafter.target_layer_ids": [1, 5, 9], "drafter.layer_types": ["full_attention", "sliding_attention"],
+     "drafter.sliding_window": 7},
+    {"optimizer.learning_rate": 1e-05, "optimizer.epsilon": 1.2345678901234567e-300, "optimizer.weight_decay": 0},
+    {"train.seed": 2**63 - 1, "train.steps": 12, "train.accept_every": 3, "data.heldout": "held out.jsonl"},
+    {"objective.gamma": 4.5, "layout.document_floor": 0},
+])
+def test_toml_round_trip(changes: dict[str, Any], tmp_path: Path) -> None:
+    document = tomllib.loads(SMALLEST)
+    for name, value in changes.items():
+        section, key = name.split(".")
+        document.setdefault(section, {})[key] = value
+    run = parse_run(document, where="test")
+    assert load_run(written(tmp_path, to_toml(run))) == run
+
+
+def test_settings_override_the_file(tmp_path: Path) -> None:
+    run = load_run(written(tmp_path), [
+        "optimizer.learning_rate=3e-4", "train.folder=runs/b", "drafter.target_layer_ids=[1, 2]", 'target.path="x=y"',
+        "train.steps = 7",
+    ])
+    assert (run.optimizer.learning_rate, run.train.folder, run.drafter.target_layer_ids) == (3e-4, Path("runs/b"), (1, 2))
+    assert (run.target.path, run.train.steps) == ("x=y", 7)
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = load_run(written(tmp_path), ["target.path=~/model", "train.folder=~/runs"])
+    assert (run.target.path, run.train.folder) == (f"{tmp_path}/model", tmp_path / "runs")
+
+
+def test_the_run_is_frozen(tmp_path: Path) -> None:
+    run = load_run(written(tmp_path))
+    with pytest.raises(ValueError, match="frozen"):
+        run.train.steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("setting", "sentence"), [
+    ("drafter.blocksize=8", "unknown key 'drafter.blocksize': did you mean 'block_size'?"),
+    ("optimiser.epsilon=1", "unknown key 'optimiser': did you mean 'optimizer'?"),
+    ("train.learning_rate=1", "unknown key 'train.learning_rate': did you mean 'optimizer.learning_rate'?"),
+    ("objective.zzz=1", "unknown key 'objective.zzz': known keys: gamma"),
+    ("train.epochs=six", 'train.epochs = "six": must be a whole number'),
+    ("train.epochs=true", "train.epochs = true: must be a whole number"),
+    ("train.epochs=2.5", "train.epochs = 2.5: must be a whole number"),
+    ("train.epochs=0", "train.epochs = 0: must be greater than or equal to 1"),
+    ("optimizer.learning_rate=true", "optimizer.learning_rate = true: must be a number"),
+    ("optimizer.learning_rate=nan", "optimizer.learning_rate = nan: must be a finite number"),
+    ("optimizer.learning_rate=0", "optimizer.learning_rate = 0: must be greater than 0"),
+    ("target.dtype=float16", "target.dtype = \"float16\": must be 'float32' or 'bfloat16'"),
+    ("target.path=3", "target.path = 3: must be a text in quotes"),
+    ("data.rows=3", "data.rows = 3: must be a path in quotes"),
+    ("drafter.target_layer_ids=3", "drafter.target_layer_ids = 3: must be a list"),
+    ("drafter.target_layer_ids=[1, 2.0]", "drafter.target_layer_ids.1 = 2.0: must be a whole number"),
+])
+def test_errors_name_field_value_and_rule(setting: str, sentence: str, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    with pytest.raises(UserError) as error:
+        load_run(path, [setting])
+    assert str(error.value) == f"{path}: {sentence}"
+
+
+@pytest.mark.parametrize("setting", ["steps", "steps=3", "a.b.c=3", ".x=3", "train.=3", "train.steps"])
+def test_malformed_setting(setting: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--set .*must read section\.key=value"):
+        load_run(written(tmp_path), [setting])
+
+
+@pytest.mark.parametrize(("text", "sentence"), [
+    (SMALLEST.replace("mask_token_id = 260", ""), "'drafter.mask_token_id' is missing: add it"),
+    ("[target]\npath = 'x'\n", "'data' is missing: add it"),
+    ("drafter = 3", "drafter = 3: must be a section of keys"),
+    ("[target\n", r"not valid TOML: .*line 1"),
+    ("", "'target' is missing"),
+])
+def test_bad_files(text: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=sentence):
+        load_run(written(tmp_path, text))
+
+
+def test_missing_file_folder_and_bytes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.toml: the run file is missing"):
+        load_run(tmp_path / "none.toml")
+    with pytest.raises(UserError, match="is a folder, a run file is one TOML file"):
+        load_run(tmp_path)
+    binary = tmp_path / "b.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not valid TOML"):
+        load_run(binary)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_run(binary / "run.toml")
+
+
+def test_every_key_has_one_home() -> None:
+    """A key that stood in two sections would make "did you mean" and the derived values ambiguous."""
+    keys = [key for section in RunConfig.model_fields.values() for key in section.annotation.model_fields]  # type: ignore[union-attr]
+    assert len(keys) == len(set(keys))
