@@ -77,7 +77,7 @@ def test_the_run_is_frozen(tmp_path: Path) -> None:
     ("drafter.blocksize=8", "unknown key 'drafter.blocksize': did you mean 'block_size'?"),
     ("optimiser.epsilon=1", "unknown key 'optimiser': did you mean 'optimizer'?"),
     ("train.learning_rate=1", "unknown key 'train.learning_rate': did you mean 'optimizer.learning_rate'?"),
-    ("objective.zzz=1", "unknown key 'objective.zzz': known keys: gamma"),
+    ("layout.zzz=1", "unknown key 'layout.zzz': known keys: anchors, document_floor"),
     ("train.epochs=six", 'train.epochs = "six": must be a whole number'),
     ("train.epochs=true", "train.epochs = true: must be a whole number"),
     ("train.epochs=2.5", "train.epochs = 2.5: must be a whole number"),

@@ -93,8 +93,17 @@ def test_every_file_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch:
     """Else a power cut leaves a renamed file without its bytes."""
     order: list[str] = []
     real_fsync, real_rename = os.fsync, Path.rename
-    monkeypatch.setattr(os, "fsync", lambda fd: (order.append(f"sync {Path(f'/proc/self/fd/{fd}').readlink()}"), real_fsync(fd))[1])
-    monkeypatch.setattr(Path, "rename", lambda self, to: (order.append("rename"), real_rename(self, to))[1])
+
+    def fsync(descriptor: int) -> None:
+        order.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink()}")
+        real_fsync(descriptor)
+
+    def rename(self: Path, to: Path) -> Path:
+        order.append("rename")
+        return real_rename(self, to)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
     write_folder(tmp_path / "out", "1")
     before, after = order[: order.index("rename")], order[order.index("rename"):]
     assert [entry.split("/")[-1] for entry in before[:3]] == ["a", "sub", "b"]
