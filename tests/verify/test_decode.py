@@ -1,0 +1,179 @@
+"""Drafting and verifying: greedy text equals the target's own whatever the drafter drafts, and ends where it must."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from overfit import overfit_drafter, random_drafter
+from toys import MASK, VOCAB, toy_shape
+from torch import Tensor
+
+from outrider.errors import UserError
+from outrider.features.target import Target
+from outrider.model.drafter import ContextCache, Drafter
+from outrider.verify import decode
+from outrider.verify.decode import speculate, speculate_cycles, target_alone
+from outrider.verify.sampling import DecodeOptions
+
+K = 4
+PROMPTS = ([5], [72, 101, 108, 108, 111, 32, 104], list(range(40, 52)))  # shorter and longer than the toy's window of 5
+ToyTarget = Callable[..., Target]
+
+
+def greedy(max_new_tokens: int, *stop_ids: int) -> DecodeOptions:
+    return DecodeOptions.greedy(max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+
+
+def script_drafts(monkeypatch: pytest.MonkeyPatch, prompt: Sequence[int], truth: Sequence[int], runs: Sequence[int]) -> None:
+    """Draft so that block i has exactly `runs[i]` right tokens (the last entry again and again), the next one wrong.
+
+    The real drafter still runs, for its context cache.
+    """
+    real, calls = decode.draft_block, iter(range(10_000))
+
+    def draft(target: Target, drafter: Drafter, anchor: int, new: Tensor, cache: ContextCache, *, slots: int) -> Tensor:
+        real(target, drafter, anchor, new, cache, slots=slots)
+        at = cache.length - len(prompt)
+        assert truth[at] == anchor, "the anchor stands right after the context"
+        run = runs[min(next(calls), len(runs) - 1)]
+        tokens = [truth[at + k] if at + k < len(truth) else 0 for k in range(1, slots)]
+        tokens[run:] = [(token + 1) % VOCAB for token in tokens[run:]]
+        return torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).float()
+
+    monkeypatch.setattr(decode, "draft_block", draft)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "sliding"])
+@pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+def test_a_random_drafter_leaves_the_text_as_it_is(toy_target: ToyTarget, kind: str, prompt: list[int]) -> None:
+    target, drafter = toy_target(kind), random_drafter(toy_shape(), seed=3)
+    ours = speculate(target, drafter, prompt, greedy(24))
+    assert ours.tokens == target_alone(target, prompt, greedy(24)).tokens
+    assert len(ours.tokens) == 24
+
+
+def test_the_target_alone_writes_what_transformers_writes(toy_target: ToyTarget) -> None:
+    target = toy_target("llama")
+    theirs = target.answer([PROMPTS[1]], max_new_tokens=24, stop_ids=[VOCAB - 1], temperature=0.0, top_p=1.0, top_k=0, seed=0)
+    assert target_alone(target, PROMPTS[1], greedy(24, VOCAB - 1)).tokens == theirs[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "sliding"])
+@pytest.mark.parametrize("runs", [[0], [1], [2], [3], [3, 0, 1, 2, 0, 3], [0, 3, 2, 1]], ids=str)
+def test_every_accepted_length_leaves_the_text_as_it_is(
+    toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch, kind: str, runs: list[int]
+) -> None:
+    target, drafter, prompt = toy_target(kind), random_drafter(toy_shape(), seed=3), PROMPTS[1]
+    truth = target_alone(target, prompt, greedy(30)).tokens
+    script_drafts(monkeypatch, prompt, truth, runs)
+    ours = speculate(target, drafter, prompt, greedy(30))
+    assert ours.tokens == truth
+    expected = [runs[min(i, len(runs) - 1)] for i in range(len(ours.runs))]
+    assert ours.runs[:-1] == expected[:-1]  # the last block may be cut by the limit
+    assert ours.acceptance_lengths[:-1] == [run + 1 for run in expected[:-1]]
+
+
+@pytest.mark.parametrize("right", [K - 1, 0], ids=["always right", "always wrong"])
+@pytest.mark.parametrize("limit", range(1, 2 * K + 1))
+def test_the_limit_is_kept_exactly(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch, limit: int, right: int) -> None:
+    target, drafter, prompt = toy_target("llama"), random_drafter(toy_shape(), seed=3), PROMPTS[1]
+    truth = target_alone(target, prompt, greedy(2 * K)).tokens
+    script_drafts(monkeypatch, prompt, truth, [right])
+    ours = speculate(target, drafter, prompt, greedy(limit))
+    assert ours.tokens == truth[:limit]
+    assert sum(ours.acceptance_lengths) == limit - 1  # only kept tokens are counted
+    assert all(cycle.drafted <= K - 1 for cycle in ours.cycles)
+
+
+def first_places(tokens: list[int]) -> list[int]:
+    """Indices at which a token stands for the first time."""
+    return [i for i, token in enumerate(tokens) if token not in tokens[:i]]
+
+
+@pytest.mark.parametrize("right", range(K))
+def test_a_stop_token_ends_the_text_at_every_slot(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch, right: int) -> None:
+    target, drafter, slots = toy_target("llama"), random_drafter(toy_shape(), seed=3), set()
+    for prompt in PROMPTS:
+        truth = target_alone(target, prompt, greedy(3 * K)).tokens
+        for place in first_places(truth):
+            with monkeypatch.context() as patch:
+                script_drafts(patch, prompt, truth, [right])
+                ours = speculate(target, drafter, prompt, greedy(3 * K, truth[place], VOCAB - 1))
+            assert ours.tokens == truth[: place + 1]
+            assert target_alone(target, prompt, greedy(3 * K, truth[place])).tokens == ours.tokens
+            assert sum(ours.acceptance_lengths) == place
+            slots.add((place - 1) % (right + 1) if place else None)
+    assert slots == {None, *range(right + 1)}, "the toy's texts must end in the prompt's forward and at every slot of a run"
+
+
+def test_a_stop_token_that_was_drafted_and_rejected_ends_nothing(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter, prompt = toy_target("llama"), random_drafter(toy_shape(), seed=3), PROMPTS[1]
+    truth = target_alone(target, prompt, greedy(12)).tokens
+    script_drafts(monkeypatch, prompt, truth, [1])
+    wrong = next((t + 1) % VOCAB for t in truth if (t + 1) % VOCAB not in truth)
+    assert speculate(target, drafter, prompt, greedy(12, wrong)).tokens == truth
+
+
+def test_cycles_stream_the_text_as_it_grows(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter, prompt = toy_target("llama"), random_drafter(toy_shape(), seed=3), PROMPTS[1]
+    truth = target_alone(target, prompt, greedy(10)).tokens
+    script_drafts(monkeypatch, prompt, truth, [2, 0, 3])
+    cycles = list(speculate_cycles(target, drafter, prompt, greedy(10)))
+    assert [(list(c.accepted), c.bonus, c.drafted) for c in cycles] == [
+        ([], truth[0], 0), (truth[1:3], truth[3], 3), ([], truth[4], 3), (truth[5:8], truth[8], 3), (truth[9:10], None, 1)]
+
+
+def test_an_overfit_drafter_is_accepted_by_whole_blocks(toy_target: ToyTarget) -> None:
+    """Labels, positions and context of training are those of drafting: one slot off anywhere and this is 1.0 (04-pitfalls, 2)."""
+    target, prompt, blocks = toy_target("qwen3"), PROMPTS[1], 8
+    text = target_alone(target, prompt, greedy(1 + blocks * K)).tokens
+    drafter = overfit_drafter(target, toy_shape(), (*prompt, *text), prompt=len(prompt), steps=150)
+    ours = speculate(target, drafter, prompt, greedy(1 + blocks * K))
+    assert ours.tokens == text
+    assert ours.acceptance_lengths == [K] * blocks
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 64}, {"vocab_size": VOCAB + 8}, {"num_target_layers": 8}], ids=str)
+def test_a_drafter_made_for_another_target_is_refused(toy_target: ToyTarget, change: dict[str, Any]) -> None:
+    drafter = random_drafter(toy_shape(**change), seed=0)
+    (value,) = change.values()
+    with pytest.raises(UserError, match=f"is {value}, this target's is "):
+        speculate(toy_target("llama"), drafter, [1, 2], greedy(4))
+
+
+def test_a_hybrid_target_is_refused(toy_target: ToyTarget) -> None:
+    with pytest.raises(UserError, match="'linear_attention', whose state cannot be rolled back"):
+        speculate(toy_target("qwen3_5"), random_drafter(toy_shape(), seed=0), [1, 2], greedy(4))
+
+
+@pytest.mark.parametrize(("prompt", "limit", "message"), [
+    ([], 4, "is empty"),
+    ([1, VOCAB], 4, f"token {VOCAB} is outside"),
+    ([1] * 2040, 9, "leave room for 2039 beside 9"),
+])
+def test_a_prompt_that_cannot_be_continued_is_refused(toy_target: ToyTarget, prompt: list[int], limit: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        speculate(toy_target("llama"), random_drafter(toy_shape(), seed=0), prompt, greedy(limit))
+
+
+def test_the_last_position_can_be_used(toy_target: ToyTarget) -> None:
+    assert len(speculate(toy_target("llama"), random_drafter(toy_shape(), seed=0), [1] * 2040, greedy(8)).tokens) == 8
+
+
+@pytest.mark.parametrize("change", [
+    {"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1},
+    {"seed": -1},
+], ids=str)
+def test_options_out_of_range_are_refused(change: dict[str, Any]) -> None:
+    (name,) = change
+    with pytest.raises(UserError, match=f"^{name} = "):
+        DecodeOptions(**{"max_new_tokens": 4, "stop_ids": (), "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 0, **change})
+
+
+def test_the_mask_token_is_what_slots_hold(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, seen = toy_target("llama"), []
+    embed = target.embed
+    monkeypatch.setattr(target, "embed", lambda ids: seen.append(ids.tolist()) or embed(ids))
+    text = speculate(target, random_drafter(toy_shape(), seed=0), [9, 8], greedy(3)).tokens
+    assert seen[0] == [[text[0], MASK, MASK]]
