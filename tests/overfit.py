@@ -18,7 +18,7 @@ from outrider.records import SLIDING, DrafterShape
 def random_drafter(shape: DrafterShape, *, seed: int) -> Drafter:
     """A drafter from scratch, frozen, in float32."""
     drafter = Drafter(shape, dense_attention)
-    initialise(drafter, seed=seed, embedding_scale=0.2, head_scale=1.0)
+    initialise(drafter, seed=seed, head_scale=1.0)
     return drafter.requires_grad_(False)
 
 

@@ -86,7 +86,11 @@ class OptimizerConfig(Section):
 
 
 class TrainConfig(Section):
-    """One optimizer step takes `rows_per_batch * accumulation` rows. `steps` overrides `epochs` when given."""
+    """One optimizer step takes `rows_per_batch * accumulation` rows. `steps` overrides `epochs` when given.
+
+    `keep_features` holds the target's features of all rows in host memory after the first epoch. `accept_every`: steps between
+    measurements of the real accepted length on `data.heldout`, greedy, `accept_prompts` prompts of `accept_tokens` tokens.
+    """
 
     folder: Place
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
@@ -94,6 +98,7 @@ class TrainConfig(Section):
     precision: DType = "bfloat16"
     epochs: Positive = 6
     steps: Positive | None = None
+    keep_features: bool = False
     rows_per_batch: Positive = 1
     accumulation: Positive = 1
     log_every: Positive = 1

@@ -24,7 +24,7 @@ SHAPES = {
 def make(shape: DrafterShape, *, seed: int = 0) -> Drafter:
     """A drafter whose every part matters: norms away from 1, projections that write at full scale."""
     drafter = Drafter(shape, dense_attention)
-    initialise(drafter, seed=seed, embedding_scale=1.0, head_scale=1.0)
+    initialise(drafter, seed=seed, head_scale=1.0)
     with torch.no_grad():
         for i, (name, parameter) in enumerate(drafter.named_parameters()):
             if "norm" in name:
@@ -180,7 +180,7 @@ def test_initialisation_depends_on_the_seed_alone_and_starts_near_uniform() -> N
     first, again, other = (Drafter(toy_shape(), dense_attention) for _ in range(3))
     for drafter, seed in ((first, 1), (again, 1), (other, 2)):
         torch.manual_seed(seed + 50)
-        initialise(drafter, seed=seed, embedding_scale=0.1, head_scale=40.0)
+        initialise(drafter, seed=seed, head_scale=40.0)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert not torch.equal(first.fc.weight, other.fc.weight)
     rows, features, blocks = laid_out(toy_shape(), [[40]], length=48, per_row=20)

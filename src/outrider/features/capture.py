@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -105,3 +105,30 @@ def run_to_last_layer(target: Target, ids_GX: Tensor) -> None:
     """Forward the decoder, without the head, until `captured_layers` stops it."""
     with contextlib.suppress(_LastCapturedLayer):
         target.model.get_decoder()(input_ids=ids_GX, use_cache=False)
+
+
+class FeatureSource:
+    """Captures the features of rows, or gives those kept from before.
+
+    With `keep`, each row's features stay in host memory after its first pass (S * F * dtype bytes a row): the target runs once
+    over the data instead of once an epoch. Rows never change, so what is kept equals a fresh capture bit for bit.
+    """
+
+    def __init__(self, target: Target, layer_ids: Sequence[int], *, keep: bool) -> None:
+        self.target, self.layer_ids, self.keep = target, layer_ids, keep
+        self._kept: dict[int, Tensor] = {}
+
+    def features(self, rows: TokenRows, device: torch.device) -> Features:
+        """Features of `rows`, `[B, S, F]` on `device`."""
+        if not self.keep:
+            return capture(self.target, rows, self.layer_ids).to(device)
+        row_ids = rows.row_ids_B.tolist()
+        for b, row_id in enumerate(row_ids):
+            if row_id not in self._kept:
+                self._kept[row_id] = capture(self.target, one_row(rows, b), self.layer_ids).values_BSF[0].cpu()
+        return Features(torch.stack([self._kept[row_id] for row_id in row_ids]).to(device))
+
+
+def one_row(rows: TokenRows, b: int) -> TokenRows:
+    """Row b alone, B = 1."""
+    return TokenRows(**{f.name: getattr(rows, f.name)[b : b + 1] for f in fields(rows)})

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from outrider.config import RunConfig, load_run, to_toml
-from outrider.data.rows import PreparedRows, load_rows
+from outrider.data.rows import PreparedRows, load_rows, read_info
 from outrider.errors import UserError
-from outrider.features.target import Target, load_target, load_tokenizer, read_facts
+from outrider.features.capture import FeatureSource
+from outrider.features.target import Target, load_target, load_tokenizer, read_facts, target_digest
 from outrider.files import explain_os_errors, write_atomic
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter, count_parameters, initialise
@@ -36,10 +37,11 @@ class Run:
 
     resolved: Resolved
     rows: PreparedRows
-    target: Target
+    source: FeatureSource
     drafter: Drafter
     optimizer: torch.optim.AdamW
     steps: int
+    inputs: dict[str, str]
     position: Position
 
     @property
@@ -66,7 +68,7 @@ def train(config: RunConfig, *, resume: bool, check: AcceptanceCheck | None) -> 
             if check and settings.accept_every and (done % settings.accept_every == 0 or done == run.steps):
                 run.position = _measure(run, done, check)
             if done % settings.checkpoint_every == 0 or done == run.steps:
-                _save(run, done)
+                _save(run)
     return {
         "run": str(run.folder), "steps": run.steps, "loss": report["loss"] if report else None, "tau": run.position.tau,
         "seconds": round(time.monotonic() - began, 1), "peak_bytes_predicted": None, "peak_bytes_measured": peak_bytes(),
@@ -84,31 +86,30 @@ def start(config: RunConfig, *, resume: bool) -> Run:
     _check_data(resolved, rows)
     device = _device(settings.device)
     target = load_target(config.target.path, dtype=config.target.dtype, device=settings.device)
+    source = FeatureSource(target, resolved.shape.target_layer_ids, keep=settings.keep_features)
     drafter = build_drafter(resolved, target).to(device)
     optimizer = build_optimizer(drafter, config.optimizer)
+    inputs = {"data.rows": read_info(config.data.rows)["rows_sha256"], "target.path": target_digest(config.target.path)}
     position = Position(step=0, tau=None, tau_step=None)
     if resume and checkpoints:
-        position = resume_checkpoint(checkpoints[-1], drafter, optimizer)
+        position = resume_checkpoint(checkpoints[-1], drafter, optimizer, inputs=inputs)
         say(f"resuming from {checkpoints[-1]}, {position.step} steps done")
     per_step = settings.rows_per_batch * settings.accumulation
     steps = settings.steps or -(-settings.epochs * len(rows) // per_step)
-    run = Run(resolved, rows, target, drafter, optimizer, steps, position)
-    _announce(run)
+    run = Run(resolved, rows, source, drafter, optimizer, steps, inputs, position)
     with explain_os_errors(settings.folder):
         settings.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(settings.folder / RESOLVED_NAME, lambda path: path.write_text(to_toml(resolved.config)) and None)
+        write_atomic(settings.folder / RESOLVED_NAME, lambda path: path.write_text(to_toml(resolved.config), encoding="utf-8"))
     _trim_metrics(settings.folder, position.step)
+    _announce(run)
     return run
 
 
 def build_drafter(resolved: Resolved, target: Target) -> Drafter:
-    """A drafter from scratch, at the scale of the target's embedding and head."""
+    """A drafter from scratch, at the scale of the target's head."""
     drafter = Drafter(resolved.shape, dense_attention)
-    embedding_VD = target.embed(torch.arange(target.facts.vocab_size, device=target.device)).float()
-    initialise(
-        drafter, seed=resolved.config.train.seed, embedding_scale=float(embedding_VD.square().mean().sqrt()),
-        head_scale=float(target.head.weight_VD.float().norm(dim=1).mean()),
-    )
+    head_scale = float(target.head.weight_VD.float().norm(dim=1).mean())
+    initialise(drafter, seed=resolved.config.train.seed, head_scale=head_scale)
     return drafter
 
 
@@ -120,7 +121,7 @@ def _one_step(run: Run, step: int, bar: ProgressBar, last: dict[str, Any] | None
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     terms, norm = run_step(
-        run.drafter, run.target, run.optimizer, batches, precision=config.train.precision, clip_norm=config.optimizer.clip_norm,
+        run.drafter, run.source, run.optimizer, batches, precision=config.train.precision, clip_norm=config.optimizer.clip_norm,
         logits_bytes=config.objective.logits_mib * 2**20, watch=watch,
     )
     run.position = Position(step + 1, run.position.tau, run.position.tau_step)
@@ -149,17 +150,17 @@ def _micro_batch(run: Run, step: int, micro: int) -> MicroBatch:
 
 
 def _measure(run: Run, step: int, check: AcceptanceCheck) -> Position:
-    report = check(run.target, run.drafter)
+    report = check(run.source.target, run.drafter)
     _log(run.folder, {"step": step, "tau": round(report.tau, 4), "acceptance_by_slot": report.acceptance_by_slot,
                       "tokens": report.tokens, "forwards": report.forwards, "seconds": round(report.seconds, 2)})
     say(f"step {step}: real accepted length tau {report.tau:.3f} on held-out prompts ({report.tokens} tokens, greedy)")
     return Position(run.position.step, report.tau, step)
 
 
-def _save(run: Run, step: int) -> None:
+def _save(run: Run) -> None:
     config = run.resolved.config
     save_checkpoint(run.folder, run.drafter, run.optimizer, run.position, target=config.target.path,
-                    keep=config.train.keep_checkpoints)
+                    inputs=run.inputs, keep=config.train.keep_checkpoints)
 
 
 def _log(folder: Path, line: dict[str, Any]) -> None:
@@ -173,7 +174,7 @@ def _trim_metrics(folder: Path, step: int) -> None:
     path = folder / "metrics.jsonl"
     if path.exists():
         kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-        write_atomic(path, lambda temporary: temporary.write_text("".join(f"{line}\n" for line in kept)) and None)
+        write_atomic(path, lambda temporary: temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8"))
 
 
 def _step_of(line: str) -> float:
@@ -232,7 +233,7 @@ def _announce(run: Run) -> None:
     per_step = run.resolved.config.train.rows_per_batch * run.resolved.config.train.accumulation
     say(f"drafter: {count_parameters(run.resolved.shape) / 1e6:.1f} M parameters; {len(run.rows)} rows of {run.rows.row_length} "
         f"tokens; {run.steps} steps of {per_step} x {layout.anchors} blocks; free disk "
-        f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB")
+        f"{shutil.disk_usage(run.folder).free / 2**30:.0f} GiB")
 
 
 def peak_bytes() -> int:

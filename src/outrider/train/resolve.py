@@ -20,10 +20,10 @@ class Resolved:
 
 
 def default_layer_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """`round(1 + j * (N - 4) / (L - 1))`, j = 0..L-1 (01-dflash); N // 2 for L = 1. Raises UserError when N is too small."""
-    if count == 1:
+    """`round(1 + j * (N - 4) / (L - 1))`, j = 0..L-1 (01-dflash); N // 2 for L = 1, N > 2. Raises UserError when N is too small."""
+    if count == 1 and num_target_layers > 2:
         return (num_target_layers // 2,)
-    ids = tuple(round(1 + j * (num_target_layers - 4) / (count - 1)) for j in range(count))
+    ids = tuple(round(1 + j * (num_target_layers - 4) / max(count - 1, 1)) for j in range(count))
     if num_target_layers < 5 or len(set(ids)) < count:
         raise UserError(f"drafter.num_target_features = {count}: too many for a target of {num_target_layers} layers, the default "
                         "spread repeats a layer: lower it, or give drafter.target_layer_ids")
@@ -34,7 +34,9 @@ def resolve(config: RunConfig, facts: TargetFacts) -> Resolved:
     """Fill in everything that the run file left to the target and the block size. Raises UserError on what does not fit."""
     drafter = config.drafter
     check_block_size(drafter.block_size)
-    layer_ids = drafter.target_layer_ids or default_layer_ids(facts.num_layers, drafter.num_target_features)
+    layer_ids = drafter.target_layer_ids
+    if layer_ids is None:
+        layer_ids = default_layer_ids(facts.num_layers, drafter.num_target_features)
     filled = {
         "target_layer_ids": layer_ids,
         "num_target_features": len(layer_ids),
@@ -43,7 +45,7 @@ def resolve(config: RunConfig, facts: TargetFacts) -> Resolved:
         "num_kv_heads": drafter.num_kv_heads or facts.num_kv_heads,
         "head_dim": drafter.head_dim or facts.head_dim,
         "rope_theta": drafter.rope_theta or facts.rope_theta,
-        "layer_types": drafter.layer_types or (FULL,) * drafter.num_layers,
+        "layer_types": (FULL,) * drafter.num_layers if drafter.layer_types is None else drafter.layer_types,
     }
     gamma = config.objective.gamma or default_gamma(drafter.block_size)
     derived: dict[str, object] = {
@@ -60,7 +62,7 @@ def resolve(config: RunConfig, facts: TargetFacts) -> Resolved:
 
 def _shape(config: RunConfig, facts: TargetFacts) -> DrafterShape:
     d = config.drafter
-    assert d.target_layer_ids and d.intermediate_size and d.num_heads and d.num_kv_heads and d.head_dim and d.rope_theta
+    assert d.target_layer_ids is not None and d.intermediate_size and d.num_heads and d.num_kv_heads and d.head_dim and d.rope_theta
     assert d.layer_types is not None
     return DrafterShape(
         hidden_size=facts.hidden_size,

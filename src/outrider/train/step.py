@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.features.capture import capture
+from outrider.features.capture import FeatureSource
 from outrider.features.target import DTYPES, Target
 from outrider.layout.anchors import draw_anchors
 from outrider.layout.blocks import build_blocks
@@ -65,7 +65,7 @@ def compute_dtype(x: Tensor, drafter: Drafter) -> Tensor:
 
 
 def run_step(
-    drafter: Drafter, target: Target, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch], *, precision: str,
+    drafter: Drafter, source: FeatureSource, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch], *, precision: str,
     clip_norm: float, logits_bytes: int, watch: Stopwatch,
 ) -> tuple[LossTerms, Tensor]:
     """One optimizer step: capture, forward, backward over all micro-batches, clip, update.
@@ -79,20 +79,21 @@ def run_step(
     terms: LossTerms | None = None
     for batch in batches:
         with watch("capture"):
-            features = capture(target, batch.rows, drafter.shape.target_layer_ids).to(drafter.norm.weight.device)
+            features = source.features(batch.rows, drafter.norm.weight.device)
         with watch("forward"), torch.autocast(
             features.values_BSF.device.type, dtype=DTYPES[precision], enabled=precision != "float32"
         ):
-            part = drafter_terms(drafter, target, batch.rows, features, batch.blocks, logits_bytes=logits_bytes)
+            part = drafter_terms(drafter, source.target, batch.rows, features, batch.blocks, logits_bytes=logits_bytes)
         with watch("backward"):
             (part.loss_sum / total_weight).backward()
         terms = part.detach() if terms is None else terms + part.detach()
     assert terms is not None
     with watch("optimizer"):
-        norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), clip_norm)
-        if not torch.isfinite(norm):
-            bad = next(n for n, p in drafter.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all())
-            raise FloatingPointError(f"the gradient of {bad} is not finite: lower optimizer.learning_rate; the last checkpoint "
-                                     "is intact")
+        norm = torch.nn.utils.get_total_norm([p.grad for p in drafter.parameters() if p.grad is not None])
+        if not torch.isfinite(norm):  # looked at before clipping, which would spread one NaN over all gradients
+            bad = (n for n, p in drafter.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all())
+            raise FloatingPointError(f"the gradient of {next(bad, 'all parameters together')} is not finite: lower "
+                                     "optimizer.learning_rate; the last checkpoint is intact")
+        torch.nn.utils.clip_grads_with_norm_(drafter.parameters(), clip_norm, norm)
         optimizer.step()
     return terms, norm
