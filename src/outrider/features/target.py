@@ -49,9 +49,9 @@ class Target:
         self.model, self.facts = model, facts
         self.layers = find_layers(model)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        if embedding is None or head is None or head.bias is not None:
-            raise UserError(f"target {type(model).__name__}: needs an input embedding and an output head without bias, "
-                            "and these were not found: choose a causal language model with both")
+        if embedding is None or not isinstance(head, nn.Linear) or head.bias is not None:
+            raise UserError(f"target {type(model).__name__}: needs an input embedding and a linear output head without bias, "
+                            "and these were not found: this architecture is not supported")
         self.embedding: nn.Module = embedding
         self.head = FrozenHead(weight_VD=head.weight.detach(), softcap=facts.softcap)
 
@@ -123,12 +123,13 @@ def read_facts(path: str) -> TargetFacts:
     check_folder(path)
     try:
         config = AutoConfig.from_pretrained(path).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # OSError, ValueError, KeyError, TypeError: whatever a damaged config.json provokes
         raise UserError(f"target.path = {path!r}: no usable model config: {_first_line(error)}") from error
     values = config.to_dict()
     absent = [key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") if values.get(key) is None]
     if absent:
-        raise UserError(f"target.path = {path!r}: its config lacks {', '.join(absent)}: not a causal language model's config")
+        raise UserError(f"target.path = {path!r}: its config lacks {', '.join(absent)}: this architecture is not "
+                        "supported")
     heads = values["num_attention_heads"]
     rope = values.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
@@ -155,7 +156,8 @@ def check_folder(path: str) -> None:
     local = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if (looks_local or local.exists()) and not (local / "config.json").is_file():
-        raise UserError(f"target.path = {path!r}: no config.json there: name a folder that holds a Hugging Face model, or a hub id")
+        raise UserError(f"target.path = {path!r}: no config.json there: name a folder that holds a Hugging Face model, or a "
+                        "hub id")
 
 
 def load_target(path: str, *, dtype: str, device: str) -> Target:
@@ -165,10 +167,14 @@ def load_target(path: str, *, dtype: str, device: str) -> Target:
     """
     facts = read_facts(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], device_map=None)
+        model, found = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], device_map=None, output_loading_info=True)
     except Exception as error:  # safetensors, OSError, ValueError, RuntimeError: whatever a damaged folder provokes
         raise UserError(f"target.path = {path!r}: the weights cannot be loaded: {_first_line(error)}") from error
-    model.to(device)  # type: ignore[arg-type]
+    absent = sorted(found["missing_keys"])
+    if absent:  # transformers only warns, and fills them with random numbers
+        raise UserError(f"target.path = {path!r}: {absent[0]} and {len(absent) - 1} more tensors are not in its weights files: "
+                        "fetch or save the model again")
+    model.to(device)
     model.eval().requires_grad_(False)
     target = Target(model, facts)
     check_head(target)
