@@ -148,6 +148,16 @@ def test_answers_of_a_batch_are_greedy_and_do_not_depend_on_it(toy_target: ToyTa
         assert answer == ids[len(prompt):]
 
 
+def test_published_sampling_defaults_do_not_leak_into_greedy(toy_folder: ToyFolder, toy_target: ToyTarget, tmp_path: Path) -> None:
+    folder = copied(toy_folder("llama"), tmp_path)
+    defaults = {"repetition_penalty": 5.0, "do_sample": True, "temperature": 0.6, "top_k": 3, "eos_token_id": [EOS, PAD]}
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    settings = {"max_new_tokens": 20, "stop_ids": [EOS], "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
+    target = load_target(str(folder), dtype="float32", device="cpu")
+    assert target.answer([[5, 6, 7]], **settings) == toy_target("llama").answer([[5, 6, 7]], **settings)
+    assert target.stop_ids(toy_tokenizer()) == [PAD, EOS]
+
+
 def test_sampled_answers_depend_on_the_seed_and_leave_the_global_generator_alone(toy_target: ToyTarget) -> None:
     target = toy_target("llama")
     settings = {"max_new_tokens": 12, "stop_ids": [EOS], "temperature": 1.0, "top_p": 1.0, "top_k": 0}

@@ -176,6 +176,8 @@ def load_target(path: str, *, dtype: str, device: str) -> Target:
                         "fetch or save the model again")
     model.to(device)
     model.eval().requires_grad_(False)
+    # generate() would mix the published sampling defaults (a repetition penalty, a top_k) into what we call greedy or sampled
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     target = Target(model, facts)
     check_head(target)
     return target
