@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from overfit import overfit_drafter, random_drafter
-from toys import MASK, VOCAB, toy_shape
 from torch import Tensor
+from toys import MASK, VOCAB, toy_shape
 
 from outrider.errors import UserError
 from outrider.features.target import Target

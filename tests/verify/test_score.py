@@ -58,8 +58,9 @@ def test_a_text_of_one_token_has_no_forwards() -> None:
 
 def test_evaluate_gives_the_fixed_keys_and_its_conditions(toy_target: ToyTarget) -> None:
     result = evaluate(toy_target("llama"), random_drafter(toy_shape(), seed=3), PROMPTS, GREEDY, kinds=["a", "b", "a"])
-    assert {"tau", "acceptance_by_slot", "identical", "first_difference", "speedup", "tokens_per_s", "baseline_tokens_per_s",
-            "conditions", "tau_by_kind", "tokens", "forwards", "accepted_run_histogram", "seconds", "baseline_seconds"} == set(result)
+    assert set(result) == {
+        "tau", "acceptance_by_slot", "identical", "first_difference", "speedup", "tokens_per_s", "baseline_tokens_per_s",
+        "conditions", "tau_by_kind", "tokens", "forwards", "accepted_run_histogram", "seconds", "baseline_seconds"}
     assert result["identical"] is True
     assert result["first_difference"] is None
     assert result["speedup"] == pytest.approx(result["baseline_seconds"] / result["seconds"])
@@ -67,8 +68,8 @@ def test_evaluate_gives_the_fixed_keys_and_its_conditions(toy_target: ToyTarget)
     assert result["tau"] == result["tokens"] / result["forwards"]
     assert set(result["tau_by_kind"]) == {"a", "b"}
     assert set(result["conditions"]) >= {
-        "prompts", "kinds", "temperature", "top_p", "top_k", "max_new_tokens", "stop_ids", "target_dtype", "drafter_dtype", "device",
-        "torch", "threads", "baseline"}
+        "prompts", "kinds", "temperature", "top_p", "top_k", "max_new_tokens", "stop_ids", "target_dtype", "drafter_dtype",
+        "device", "torch", "threads", "baseline"}
     assert result["conditions"]["kinds"] == {"a": 2, "b": 1}
 
 
@@ -94,7 +95,8 @@ def test_evaluate_finds_a_wrong_token(toy_target: ToyTarget, monkeypatch: pytest
     truth = target_alone(target, PROMPTS[1], GREEDY).tokens[7]
     found = result["first_difference"]
     assert result["identical"] is False
-    assert (found["prompt"], found["position"], found["speculative_token"], found["target_token"]) == (1, 7, (truth + 1) % VOCAB, truth)
+    assert (found["prompt"], found["position"]) == (1, 7)
+    assert (found["speculative_token"], found["target_token"]) == ((truth + 1) % VOCAB, truth)
     assert found["kind"] == "error"
     assert found["gap"] > found["resolution"]
 
@@ -141,8 +143,9 @@ def test_a_good_drafter_measures_better_than_a_random_one(toy_target: ToyTarget)
     target = toy_target("qwen3")
     text = target_alone(target, PROMPTS[1], GREEDY).tokens
     good = overfit_drafter(target, toy_shape(), (*PROMPTS[1], *text), prompt=len(PROMPTS[1]), steps=100)
-    taus = [measure_acceptance(target, drafter, [PROMPTS[1]], GREEDY).tau for drafter in (random_drafter(toy_shape(), seed=3), good)]
-    assert taus[1] > 2 > taus[0]
+    random = random_drafter(toy_shape(), seed=3)
+    assert measure_acceptance(target, random, [PROMPTS[1]], GREEDY).tau < 2
+    assert measure_acceptance(target, good, [PROMPTS[1]], GREEDY).tau > 2
 
 
 def test_prompts_are_checked_before_any_work(toy_target: ToyTarget) -> None:

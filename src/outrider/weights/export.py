@@ -30,9 +30,9 @@ def export(checkpoint: Path, out: Path, target_path: str | None) -> dict[str, An
     if not (source / CHECKPOINT_STATE).is_file():
         raise UserError(f"{checkpoint}: is an exported drafter already: name a checkpoint or a run")
     check_out(out)
+    drafter = open_drafter(source, dtype="float32", device="cpu")
     target = target_path or load_shape(source)[1]
     facts = read_facts(target)
-    drafter = open_drafter(source, dtype="float32", device="cpu")
     check_fit(drafter.shape, facts)
     config = to_config(drafter.shape, embedding_scale=embedding_scale(target), softcap=facts.softcap)
     with atomic_folder(out) as temporary:

@@ -56,8 +56,8 @@ def read_tensors(path: Path, shape: DrafterShape) -> dict[str, Tensor]:
         tensors = load_file(path)
     except FileNotFoundError as error:
         raise UserError(f"{path}: the drafter's weights are missing: check the path, or export again") from error
-    except SafetensorError as error:
-        raise UserError(f"{path}: the drafter's weights are damaged ({error}): copy the file or export again") from error
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: the drafter's weights cannot be read ({error}): copy the file or export again") from error
     expected = tensor_shapes(shape)
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     for problem, names in (("lacks", missing), ("has the unknown", unknown)):

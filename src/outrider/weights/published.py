@@ -77,6 +77,10 @@ def from_config(config: Any, *, where: str) -> DrafterShape:
     for key, value in expected.items():
         if config.get(key) != value:
             raise UserError(f"{where}: {key} = {config.get(key)!r}: must be {value!r} here: export the drafter again")
+    for key in ("partial_rotary_factor", "rope_scaling"):
+        if config.get(key) is not None:
+            raise UserError(f"{where}: {key} = {config[key]!r}: engines read it differently and drafters here do without: remove "
+                            "it if the drafter was trained without it")
     inner_size = dflash.values.get("block_size", block_size)
     if inner_size != block_size:
         raise UserError(f"{where}: dflash_config.block_size = {inner_size!r}: must equal block_size = {block_size}")

@@ -15,7 +15,7 @@ from outrider.files import read_json
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import ContextCache, Drafter
 from outrider.weights.opening import open_drafter
-from outrider.weights.published import CONFIG_NAME, WEIGHTS_NAME, tensor_shapes
+from outrider.weights.published import CONFIG_NAME, WEIGHTS_NAME, tensor_shapes, to_config
 
 HIDDEN_TOLERANCE = 1e-6  # relative norm; both sides run the same float32 code on the same bf16-rounded weights
 ROTARY_TOLERANCE = 1e-6  # float32 rounding of cos and sin at the positions compared
@@ -32,6 +32,9 @@ def selfcheck(folder: Path, trained: Drafter, facts: TargetFacts) -> tuple[bool,
     reasons = _compare_tensors(folder, trained)
     if loaded.shape != trained.shape:
         return False, [*reasons, f"its shape is {loaded.shape}, the checkpoint's is {trained.shape}"]
+    leaked = sorted(config.keys() - to_config(trained.shape, embedding_scale=1.0, softcap=None).keys())
+    if leaked:
+        reasons.append(f"its config has the key '{leaked[0]}', which is not on the allow-list")
     if config["vocab_size"] != facts.vocab_size:
         reasons.append(f"its vocab_size is {config['vocab_size']}, the target's is {facts.vocab_size}")
     reasons += _compare_rotary(config, trained)
