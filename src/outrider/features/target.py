@@ -53,7 +53,7 @@ class Target:
             raise UserError(f"target {type(model).__name__}: needs an input embedding and a linear output head without bias, "
                             "and these were not found: this architecture is not supported")
         self.embedding: nn.Module = embedding
-        self.head = FrozenHead(weight_VD=head.weight.detach(), softcap=facts.softcap)
+        self.head: FrozenHead = FrozenHead(weight_VD=head.weight.detach(), softcap=facts.softcap)
 
     @property
     def device(self) -> torch.device:
@@ -69,11 +69,8 @@ class Target:
         return self.embedding(ids_X)
 
     def stop_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Tokens that end an answer: those of the generation config, else the tokenizer's end of sequence."""
-        configured = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        ids = configured if isinstance(configured, list) else [configured]
-        found = sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
-        return found
+        """Tokens that end an answer (see `read_stop_ids`)."""
+        return _stop_ids(self.model.generation_config, tokenizer)
 
     @torch.no_grad()
     def answer(
@@ -98,6 +95,26 @@ class Target:
                 ids_BX.to(self.device), attention_mask=present_BX.to(self.device), generation_config=config
             )
         return [cut_at_stop(row, stop_ids) for row in out_BY[:, width:].tolist()]
+
+
+def read_stop_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end the target's answers: those of its generation config, else the tokenizer's end of sequence."""
+    try:
+        config = GenerationConfig.from_pretrained(path)
+    except OSError:  # it has none
+        config = None
+    return _stop_ids(config, tokenizer)
+
+
+def _stop_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    configured = config.eos_token_id if config else None
+    if configured is None:
+        configured = tokenizer.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    found = sorted({i for i in ids if i is not None})
+    if not found:
+        raise UserError("the target names no token that ends an answer: set eos_token_id in its generation_config.json")
+    return found
 
 
 def cut_at_stop(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:

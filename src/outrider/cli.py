@@ -1,0 +1,289 @@
+"""The verbs, in the order a user meets them: each a plain function that gives a dictionary, and a command of the same name."""
+
+import functools
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+from outrider import show
+from outrider.config import DType, load_run
+from outrider.errors import UserError
+from outrider.progress import say
+
+# torch and transformers take seconds to import and --help should not wait for them: the verbs import their rooms themselves.
+
+app = typer.Typer(name="outrider", no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+                  help="Train DFlash drafters for your own language model, and measure how much faster it answers.")
+
+Target = Annotated[str, typer.Option("--target", help="The target: a local folder or a hub id.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Precision = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
+TopK = Annotated[int, typer.Option(help="Sample among the k likeliest; 0 is off.")]
+Drafter = Annotated[Path, typer.Option("--drafter", help="An exported folder, a checkpoint, or a run.")]
+
+
+def verb(function: Callable[..., dict[str, Any]], display: Callable[[dict[str, Any]], None] = show.show_result) -> Any:
+    """Make `function` a command with `--json` (its result as the last line of stdout), and give it back unchanged."""
+    signature = inspect.signature(function)
+    as_json = inspect.Parameter(
+        "as_json", inspect.Parameter.KEYWORD_ONLY, default=False,
+        annotation=Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, last on stdout.")],
+    )
+
+    @functools.wraps(function)
+    def command(**arguments: Any) -> None:
+        print_json = arguments.pop("as_json")
+        result = function(**arguments)
+        if print_json:
+            print(json.dumps(result, default=str), flush=True)
+        else:
+            display(result)
+
+    command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), as_json])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in [*signature.parameters.values(), as_json]}
+    app.command(function.__name__)(command)
+    return function
+
+
+@verb
+def respond(
+    prompts: Annotated[Path, typer.Argument(help='JSONL: {"prompt": ...} or {"messages": [...]} a line.')],
+    target: Target,
+    out: Annotated[Path, typer.Option(help="Where the conversations go (JSONL); an interrupted run goes on from it.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Token limit of an answer.")] = 512,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are counted as failed.")] = 4096,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    batch_size: Annotated[int, typer.Option(help="Prompts answered side by side.")] = 16,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    dtype: Precision = "bfloat16",
+    device: Device = "cpu",
+) -> dict[str, Any]:
+    """Have the target answer prompts: the text that its drafter should learn from.
+
+    Example: outrider respond prompts.jsonl --target ./my-model --out answers.jsonl
+    """
+    from outrider.data.respond import RespondOptions
+    from outrider.data.respond import respond as run
+    from outrider.features.target import load_target, load_tokenizer, target_digest
+    from outrider.verify.sampling import DecodeOptions
+
+    tokenizer, loaded = load_tokenizer(target), load_target(target, dtype=_dtype(dtype), device=_device(device))
+    stop_ids = tuple(loaded.stop_ids(tokenizer))
+    DecodeOptions(max_new_tokens, stop_ids, temperature, top_p, top_k, seed)  # refuses what is out of range
+    options = RespondOptions(
+        target=target_digest(target), sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "dtype": dtype},
+        max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed, stop_token_ids=stop_ids, template_options={},
+    )
+    answer = functools.partial(
+        loaded.answer, max_new_tokens=max_new_tokens, stop_ids=stop_ids, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    return run(prompts, answer=answer, tokenizer=tokenizer, out=out, options=options)
+
+
+@verb
+def prepare(
+    conversations: Annotated[list[Path], typer.Argument(help="JSONL or Parquet files.")],
+    target: Target,
+    out: Annotated[Path, typer.Option(help="The folder of rows to write.")],
+    row_length: Annotated[int, typer.Option(help="Tokens a row.")] = 8192,
+    supervise: Annotated[str, typer.Option(help="Learn from 'all' assistant turns or the 'last'.")] = "all",
+    on_bad_record: Annotated[str, typer.Option(help="'stop' at a record that cannot be used, or 'drop' and count it.")] = "stop",
+    max_unsupervised_share: Annotated[float, typer.Option(help="Refuse when more of the documents have nothing to learn.")] = 0.5,
+) -> dict[str, Any]:
+    """Turn conversations into rows of tokens with a loss mask, and count what was kept, dropped and why.
+
+    Example: outrider prepare answers.jsonl --target ./my-model --out rows --row-length 4096
+    """
+    from outrider.data.prepare import PrepareOptions
+    from outrider.data.prepare import prepare as run
+    from outrider.features.target import load_tokenizer, read_facts, read_stop_ids
+
+    facts, tokenizer = read_facts(target), load_tokenizer(target)
+    options = PrepareOptions(
+        vocab_size=facts.vocab_size, row_length=row_length, supervise=supervise, on_bad_record=on_bad_record,
+        max_unsupervised_share=max_unsupervised_share, stop_token_ids=tuple(read_stop_ids(target, tokenizer)), template_options={},
+    )
+    return run(conversations, tokenizer=tokenizer, out=out, options=options)
+
+
+@verb
+def train(
+    run: Annotated[Path, typer.Argument(help="The run file (TOML).")],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the run file; repeatable.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, exactly.")] = False,
+) -> dict[str, Any]:
+    """Train a drafter as a run file says.
+
+    Example: outrider train run.toml --set optimizer.learning_rate=3e-4
+    """
+    from outrider.train.loop import train as start
+
+    config = load_run(run, settings or ())
+    return start(config, resume=resume, check=acceptance_check(config))
+
+
+def acceptance_check(config: Any) -> Any:
+    """What the loop calls to measure the real accepted length on held-out prompts, or None when the run names none."""
+    from outrider.data.prompts import read_prompts
+    from outrider.features.target import load_tokenizer
+    from outrider.verify.sampling import DecodeOptions
+    from outrider.verify.score import measure_acceptance
+
+    if config.data.heldout is None:
+        if config.train.accept_every is not None:
+            raise UserError(f"train.accept_every = {config.train.accept_every}: needs prompts to measure on: set data.heldout")
+        return None
+    tokenizer = load_tokenizer(config.target.path)
+    prompts = [p.ids for p in read_prompts(config.data.heldout, tokenizer, template_options={})][: config.train.accept_prompts]
+
+    def check(target: Any, drafter: Any) -> Any:
+        stop_ids = tuple(target.stop_ids(tokenizer))
+        return measure_acceptance(target, drafter, prompts,
+                                  DecodeOptions.greedy(max_new_tokens=config.train.accept_tokens, stop_ids=stop_ids))
+
+    return check
+
+
+@functools.partial(verb, display=show.show_evaluation)
+def evaluate(
+    prompts: Annotated[Path, typer.Argument(help='JSONL: {"prompt": ...} or {"messages": [...]} a line, "kind" optional.')],
+    target: Target,
+    drafter: Drafter,
+    max_new_tokens: Annotated[int, typer.Option(help="Token limit of an answer.")] = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    dtype: Precision = "float32",
+    device: Device = "cpu",
+) -> dict[str, Any]:
+    """Measure the accepted length and the speed-up, and check that the text is the target's own, token for token.
+
+    Example: outrider evaluate heldout.jsonl --target ./my-model --drafter runs/mine
+    """
+    from outrider.data.prompts import read_prompts
+    from outrider.features.target import load_tokenizer
+    from outrider.verify.sampling import DecodeOptions
+    from outrider.verify.score import evaluate as run
+
+    tokenizer = load_tokenizer(target)
+    read = read_prompts(prompts, tokenizer, template_options={})
+    loaded, opened = _load_pair(target, drafter, dtype, device)
+    options = DecodeOptions(max_new_tokens, tuple(loaded.stop_ids(tokenizer)), temperature, top_p, top_k, seed)
+    kinds = [p.kind or "other" for p in read] if any(p.kind for p in read) else None
+    return run(loaded, opened, [p.ids for p in read], options, kinds=kinds)
+
+
+@functools.partial(verb, display=lambda result: None)  # the text has been streamed already
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    target: Target,
+    drafter: Drafter,
+    max_new_tokens: Annotated[int, typer.Option(help="Token limit of the answer.")] = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    dtype: Precision = "float32",
+    device: Device = "cpu",
+) -> dict[str, Any]:
+    """Stream an answer; on a terminal, what the drafter guessed right is green.
+
+    Example: outrider generate "Name three rivers." --target ./my-model --drafter runs/mine
+    """
+    from outrider.data.chat import chat_format
+    from outrider.data.prompts import PromptLine, prompt_ids
+    from outrider.features.target import load_tokenizer
+    from outrider.verify.sampling import DecodeOptions
+    from outrider.verify.stream import stream
+
+    tokenizer = load_tokenizer(target)
+    ids = prompt_ids(PromptLine("prompt", prompt, None, {}), chat_format(tokenizer, stop_token_ids=(), template_options={}))
+    loaded, opened = _load_pair(target, drafter, dtype, device)
+    options = DecodeOptions(max_new_tokens, tuple(loaded.stop_ids(tokenizer)), temperature, top_p, top_k, seed)
+    return stream(loaded, opened, tokenizer, ids, options, colour=sys.stdout.isatty())
+
+
+@verb
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint) or a checkpoint.")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    target: Annotated[str | None, typer.Option("--target", help="The target; by default the one it was trained for.")] = None,
+) -> dict[str, Any]:
+    """Write the folder that servers load, check it, and print the serve commands.
+
+    Example: outrider export runs/mine --out my-drafter
+    """
+    from outrider.weights.export import export as run
+
+    return run(checkpoint, out, target)
+
+
+@functools.partial(verb, display=lambda result: None)  # it ends with its own table
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/demo"),
+) -> dict[str, Any]:
+    """The whole road on a small real model, on a CPU, in minutes.
+
+    Example: outrider demo
+    """
+    from outrider.demo.run import demo as run
+
+    return run(folder)
+
+
+def _load_pair(target: str, drafter: Path, dtype: str, device: str) -> Any:
+    from outrider.features.target import load_target
+    from outrider.weights.opening import open_drafter
+
+    opened = open_drafter(drafter, dtype=_dtype(dtype), device=_device(device))  # the small one first: its errors come at once
+    return load_target(target, dtype=dtype, device=device), opened
+
+
+def _dtype(name: str) -> str:
+    if name not in DType.__args__:  # type: ignore[attr-defined]
+        raise UserError(f"--dtype {name}: must be one of {', '.join(DType.__args__)}")  # type: ignore[attr-defined]
+    return name
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name != "cpu" and not (name.split(":")[0] == "cuda" and torch.cuda.is_available()):
+        raise UserError(f"--device {name}: must be cpu, or cuda where a CUDA device is found")
+    return name
+
+
+def main() -> None:
+    """Run the command line: exit code 0 on success, 2 on a user's mistake (one sentence), 1 on any other failure."""
+    try:
+        sys.exit(app(standalone_mode=False) or 0)
+    except UserError as error:
+        say(f"error: {error}")
+    except click.UsageError as error:
+        say(f"error: {error.format_message()} (see {error.ctx.command_path if error.ctx else 'outrider'} --help)")
+    except FloatingPointError as error:
+        say(f"failed: {error}")
+        sys.exit(1)
+    except (KeyboardInterrupt, click.Abort):
+        say("interrupted")
+        sys.exit(130)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Takes a verb's result, gives what a person reads of it; knows nothing of how it was made."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show_result(result: Mapping[str, Any]) -> None:
+    """A result's values, one a line; nested dictionaries are indented."""
+    console = Console()
+    for line in _lines(result, indent=0):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _lines(result: Mapping[str, Any], *, indent: int) -> list[str]:
+    lines = []
+    for key, value in result.items():
+        name = " " * indent + key.replace("_", " ")
+        if isinstance(value, Mapping) and value:
+            lines += [f"{name}:", *_lines(value, indent=indent + 2)]
+        else:
+            lines.append(f"{name}: {_plain(value)}")
+    return lines
+
+
+def _plain(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.3g}" if abs(value) < 1 else f"{value:,.2f}"
+        case list() | tuple():
+            return ", ".join(_plain(item) for item in value) or "none"
+        case dict():
+            return "none"
+        case _:
+            return str(value)
+
+
+def show_evaluation(result: Mapping[str, Any]) -> None:
+    """The accepted length, by slot and by kind, the walls of both sides, and whether the texts are the same."""
+    console = Console()
+    console.print(slot_table({"accepted, given all slots before": result["acceptance_by_slot"]}))
+    conditions = result["conditions"]
+    rows = [("accepted length tau", f"{result['tau']:.3f} tokens per target forward (1 is no help, {conditions['block_size']} the ceiling)")]
+    rows += [(f"  tau, {kind}", f"{tau:.3f}") for kind, tau in result.get("tau_by_kind", {}).items()]
+    rows += [
+        ("with the drafter", f"{result['tokens_per_s']:.1f} tokens/s"),
+        ("target alone", f"{result['baseline_tokens_per_s']:.1f} tokens/s ({conditions['baseline']})"),
+        ("speed-up", f"{result['speedup']:.2f} x"),
+        ("same text as the target alone", identity(result)),
+        ("conditions", f"{conditions['prompts']} prompts, up to {conditions['max_new_tokens']} tokens, temperature "
+                       f"{conditions['temperature']}, target {conditions['target_dtype']}, {conditions['device']}, "
+                       f"{conditions['threads']} threads"),
+    ]
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def identity(result: Mapping[str, Any]) -> str:
+    """The losslessness check in words."""
+    if result["identical"] is None:
+        return "not compared: sampled texts differ by chance"
+    if result["identical"]:
+        return f"yes, token for token, all {result['tokens']:,} tokens compared"
+    first = result["first_difference"]
+    return f"NO: first at prompt {first['prompt']}, token {first['position']} ({first['kind']}, logit gap {first['gap']:.2g})"
+
+
+def slot_table(acceptance: Mapping[str, Sequence[float]]) -> Table:
+    """Acceptance by slot, one row a measurement."""
+    table = Table(title="Acceptance by slot", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    slots = max(len(values) for values in acceptance.values())
+    for slot in range(1, slots + 1):
+        table.add_column(str(slot), justify="right")
+    for name, values in acceptance.items():
+        table.add_row(name, *(f"{value:.2f}" for value in values))
+    return table
