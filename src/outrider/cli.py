@@ -3,13 +3,13 @@
 import functools
 import inspect
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 from outrider import show
@@ -19,7 +19,9 @@ from outrider.progress import say
 
 # torch and transformers take seconds to import and --help should not wait for them: the verbs import their rooms themselves.
 
-app = typer.Typer(name="outrider", no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+(UsageError,) = typer.BadParameter.__bases__  # click's, which newer releases of typer carry inside
+
+app = typer.Typer(name="outrider", add_completion=False, rich_markup_mode=None,
                   help="Train DFlash drafters for your own language model, and measure how much faster it answers.")
 
 Target = Annotated[str, typer.Option("--target", help="The target: a local folder or a hub id.")]
@@ -267,16 +269,18 @@ def _device(name: str) -> str:
 
 def main() -> None:
     """Run the command line: exit code 0 on success, 2 on a user's mistake (one sentence), 1 on any other failure."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below are for terminals, as ours are
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        sys.exit(app(args=sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
     except UserError as error:
         say(f"error: {error}")
-    except click.UsageError as error:
-        say(f"error: {error.format_message()} (see {error.ctx.command_path if error.ctx else 'outrider'} --help)")
+    except UsageError as error:
+        say(f"error: {error.format_message()[:-1]}: see {error.ctx.command_path if error.ctx else 'outrider'} --help")
     except FloatingPointError as error:
         say(f"failed: {error}")
         sys.exit(1)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         say("interrupted")
         sys.exit(130)
     except Exception:

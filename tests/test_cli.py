@@ -1,0 +1,226 @@
+"""The verbs as a user calls them: the whole road on a toy target, the contract of --json and exit codes, and bad input."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ToyFolder
+
+from outrider import cli
+
+RUN_FILE = """
+[target]
+path = "{target}"
+dtype = "float32"
+[data]
+rows = "{folder}/rows"
+heldout = "{folder}/prompts.jsonl"
+[drafter]
+num_layers = 1
+block_size = 4
+mask_token_id = 3
+target_layer_ids = [1, 3]
+[layout]
+anchors = 16
+[train]
+folder = "{folder}/run"
+precision = "float32"
+steps = 4
+checkpoint_every = 2
+accept_every = 2
+accept_prompts = 2
+accept_tokens = 8
+"""
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """Run the command line in this process: exit code, stdout, stderr."""
+    before, sys.argv = sys.argv, ["outrider", *map(str, words)]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    finally:
+        sys.argv = before
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def result(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    """The JSON object on the last line of stdout of a command that succeeds."""
+    code, out, err = call(capsys, *words, "--json")
+    assert code == 0, err
+    return dict(json.loads(out.splitlines()[-1]))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one sentence of a command that refuses: exit code 2, no traceback, nothing on stdout."""
+    code, out, err = call(capsys, *words)
+    assert code == 2, (code, err)
+    assert "Traceback" not in err
+    assert out == ""
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, err
+    return errors[0]
+
+
+@pytest.fixture(scope="module")
+def road(toy_folder: ToyFolder, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A toy target, and a folder with prompts, answers, rows and a run file, made by the verbs."""
+    target, folder = toy_folder("llama"), tmp_path_factory.mktemp("road")
+    lines = [{"prompt": f"Say {i}.", "kind": "even" if i % 2 == 0 else "odd"} for i in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    cli.respond(folder / "prompts.jsonl", target=str(target), out=folder / "answers.jsonl", max_new_tokens=24, dtype="float32")
+    cli.prepare([folder / "answers.jsonl"], target=str(target), out=folder / "rows", row_length=128)
+    (folder / "run.toml").write_text(RUN_FILE.format(target=target, folder=folder), encoding="utf-8")
+    return target, folder
+
+
+def test_the_whole_road(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, folder = road
+    pair = ("--target", target, "--drafter", tmp_path / "drafter")
+    run = ("--set", f"train.folder={tmp_path / 'run'}")
+    answered = result(capsys, "respond", folder / "prompts.jsonl", "--target", target, "--out", tmp_path / "a.jsonl",
+                      "--max-new-tokens", 12, "--dtype", "float32", "--batch-size", 3)
+    assert {k: answered[k] for k in ("prompts", "answered", "failed")} == {"prompts": 8, "answered": 8, "failed": 0}
+    prepared = result(capsys, "prepare", tmp_path / "a.jsonl", "--target", target, "--out", tmp_path / "rows", "--row-length", 96)
+    assert prepared["documents_in"] == prepared["documents_kept"] == 8
+    assert prepared["supervised_tokens"] == answered["tokens"]
+    trained = result(capsys, "train", folder / "run.toml", *run)
+    assert trained["steps"] == 4
+    assert trained["tau"] >= 1.0
+    assert Path(trained["checkpoint"]).name == "step-00000004"
+    exported = result(capsys, "export", tmp_path / "run", "--out", tmp_path / "drafter")
+    assert exported["selfcheck"] is True
+    assert {"vllm", "sglang"} <= set(exported["serve"])
+    evaluated = result(capsys, "evaluate", folder / "prompts.jsonl", *pair, "--max-new-tokens", 12)
+    assert evaluated["identical"] is True
+    assert len(evaluated["acceptance_by_slot"]) == 3
+    assert set(evaluated["tau_by_kind"]) == {"even", "odd"}
+    generated = result(capsys, "generate", "Say 1.", *pair, "--max-new-tokens", 12)
+    assert generated["tokens"] == 12
+
+
+def test_progress_and_tables_keep_apart(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, folder = road
+    code, out, err = call(capsys, "prepare", folder / "answers.jsonl", "--target", target, "--out", tmp_path / "rows",
+                          "--row-length", 96)
+    assert code == 0
+    assert "supervised tokens: " in out
+    assert "supervised" in err
+
+
+def test_resume_goes_on_and_refuses_a_changed_run(
+    road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = (road[1] / "run.toml", "--set", f"train.folder={tmp_path / 'run'}")
+    assert "--resume" in refusal(capsys, "train", *run, "--resume")
+    call(capsys, "train", *run)
+    assert "already holds checkpoints" in refusal(capsys, "train", *run)
+    assert "optimizer.learning_rate" in refusal(capsys, "train", *run, "--resume", "--set", "optimizer.learning_rate=1e-5")
+    assert result(capsys, "train", *run, "--resume")["steps"] == 4
+
+
+@pytest.mark.parametrize(("setting", "words"), [
+    ("drafter.block_size=1", ["drafter.block_size = 1", "at least 2"]),
+    ("drafter.target_layer_ids=[1, 5]", ["target_layer_ids has 5", "last layer"]),
+    ("drafter.target_layer_ids=[1, 9]", ["target_layer_ids has 9", "0..4"]),
+    ("drafter.mask_token_id=258", ["drafter.mask_token_id = 258", "eos"]),
+    ("drafter.mask_token_id=257", ["drafter.mask_token_id = 257", "occurs in the data"]),
+    ("drafter.mask_token_id=100000", ["drafter.mask_token_id = 100000", "0.."]),
+    ("optimizer.learning_rat=1", ["unknown key 'optimizer.learning_rat'", "did you mean 'learning_rate'"]),
+    ("train.device=gpu9", ["train.device = 'gpu9'", "cpu"]),
+    ("data.rows=nowhere", ["nowhere"]),
+    ("data.heldout=nowhere.jsonl", ["nowhere.jsonl"]),
+    ("target.path=./nowhere", ["nowhere", "config.json"]),
+    ("optimizer", ["section.key=value"]),
+])
+def test_a_run_file_that_cannot_work(
+    road: tuple[Path, Path], tmp_path: Path, setting: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    sentence = refusal(capsys, "train", road[1] / "run.toml", "--set", f"train.folder={run}", "--set", setting)
+    for word in words:
+        assert word in sentence
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("", ["empty.jsonl", "at least one record"]),
+    ('{"prompt": "a", "response": "b"}\n' * 6 + "{broken\n", ["bad.jsonl:7"]),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}\n', [":1", "role"]),
+    ('{"messages": [{"role": "user", "content": "x"}]}\n', [":1", "assistant"]),
+    ('{"input_ids": [1, 99999], "loss_mask": [true, true]}\n', [":1", "99999"]),
+])
+def test_conversations_that_cannot_be_used(
+    road: tuple[Path, Path], tmp_path: Path, text: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ("bad.jsonl" if text else "empty.jsonl")
+    path.write_text(text, encoding="utf-8")
+    sentence = refusal(capsys, "prepare", path, "--target", road[0], "--out", tmp_path / "rows")
+    for word in words:
+        assert word in sentence
+    assert not (tmp_path / "rows").exists()
+
+
+def test_a_drafter_made_for_another_target(
+    road: tuple[Path, Path], toy_folder: ToyFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.train(road[1] / "run.toml", settings=[f"train.folder={tmp_path / 'run'}", "train.accept_every=4"])
+    sentence = refusal(capsys, "evaluate", road[1] / "prompts.jsonl", "--target", toy_folder("llama", layers=4), "--drafter",
+                       tmp_path / "run")
+    assert "6" in sentence
+    assert "4" in sentence
+
+
+def test_damaged_checkpoint_and_export(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    cli.train(road[1] / "run.toml", settings=[f"train.folder={run}"])
+    cli.export(run, tmp_path / "drafter")
+    for file in (run / "checkpoints" / "step-00000004" / "drafter.safetensors", tmp_path / "drafter" / "model.safetensors"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    pair = ("--target", road[0], "--drafter")
+    assert "drafter.safetensors" in refusal(capsys, "generate", "Say 1.", *pair, run)
+    assert "model.safetensors" in refusal(capsys, "generate", "Say 1.", *pair, tmp_path / "drafter")
+    assert "damaged" in refusal(capsys, "train", road[1] / "run.toml", "--set", f"train.folder={run}", "--resume")
+
+
+def test_output_places_that_cannot_be_written(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, folder = road
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    for words in (
+        ("prepare", folder / "answers.jsonl", "--target", target, "--out", tmp_path / "file" / "rows"),
+        ("train", folder / "run.toml", "--set", f"train.folder={tmp_path / 'file' / 'run'}"),
+        ("respond", folder / "prompts.jsonl", "--target", target, "--out", tmp_path / "file" / "a.jsonl", "--dtype", "float32"),
+    ):
+        assert str(tmp_path / "file") in refusal(capsys, *words)
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
+
+
+def test_wrong_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--target" in refusal(capsys, "prepare", "x.jsonl", "--out", "rows")
+    assert "nonsense" in refusal(capsys, "nonsense")
+    assert call(capsys)[0] == 0
+    assert "--device tpu" in refusal(capsys, "generate", "x", "--target", ".", "--drafter", ".", "--device", "tpu", "--dtype",
+                                     "float32")
+
+
+@pytest.mark.parametrize("verb", ["respond", "prepare", "train", "evaluate", "generate", "export", "demo"])
+def test_help_fits_one_screen_and_shows_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, verb, "--help")
+    assert code == 0
+    assert f"Example: outrider {verb}" in " ".join(out.split())
+    assert len(out.splitlines()) <= 50
+
+
+def test_an_interrupted_answer_file_goes_on(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, folder = road
+    words = ("respond", folder / "prompts.jsonl", "--target", target, "--out", tmp_path / "a.jsonl", "--max-new-tokens", 24,
+             "--dtype", "float32")
+    whole = folder / "answers.jsonl"
+    shutil.copy(whole.with_name("answers.jsonl.meta.json"), tmp_path / "a.jsonl.meta.json")
+    (tmp_path / "a.jsonl").write_bytes(whole.read_bytes()[:-40])
+    assert result(capsys, *words)["reused"] == 7
+    assert sorted((tmp_path / "a.jsonl").read_text().splitlines()) == sorted(whole.read_text().splitlines())
