@@ -21,6 +21,7 @@ from outrider.features.target import (
     load_target,
     load_tokenizer,
     read_facts,
+    read_stop_ids,
     target_digest,
 )
 
@@ -120,11 +121,17 @@ def test_a_head_with_bias_or_scaled_logits_is_refused(toy_folder: ToyFolder) -> 
         check_head(Target(model, facts))
 
 
-def test_stop_ids(toy_target: ToyTarget) -> None:
+def test_stop_ids(toy_target: ToyTarget, toy_folder: ToyFolder, tmp_path: Path) -> None:
+    """The generation config's, or else the tokenizer's; read from the folder they are the same."""
     target, tokenizer = toy_target("llama"), toy_tokenizer()
-    assert target.stop_ids(tokenizer) == [EOS]
     tokenizer.eos_token = "<|endoftext|>"
-    assert target.stop_ids(tokenizer) == [PAD, EOS]
+    assert target.stop_ids(tokenizer) == [EOS] == read_stop_ids(str(toy_folder("llama")), tokenizer)
+    folder = copied(toy_folder("llama"), tmp_path)
+    (folder / "generation_config.json").unlink()
+    assert read_stop_ids(str(folder), tokenizer) == [PAD]
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="names no token that ends an answer"):
+        read_stop_ids(str(folder), tokenizer)
 
 
 def test_cut_at_stop() -> None:
@@ -148,7 +155,7 @@ def test_answers_of_a_batch_are_greedy_and_do_not_depend_on_it(toy_target: ToyTa
         assert answer == ids[len(prompt):]
 
 
-def test_published_sampling_defaults_do_not_leak_into_greedy(toy_folder: ToyFolder, toy_target: ToyTarget, tmp_path: Path) -> None:
+def test_published_sampling_defaults_do_not_leak(toy_folder: ToyFolder, toy_target: ToyTarget, tmp_path: Path) -> None:
     folder = copied(toy_folder("llama"), tmp_path)
     defaults = {"repetition_penalty": 5.0, "do_sample": True, "temperature": 0.6, "top_k": 3, "eos_token_id": [EOS, PAD]}
     (folder / "generation_config.json").write_text(json.dumps(defaults))
