@@ -82,8 +82,8 @@ def verify_checkpoint(folder: Path) -> None:
     for name in FILES:
         file = folder / name
         if not isinstance(manifest, dict) or not file.is_file() or sha256_file(file) != manifest.get(name):
-            raise UserError(f"{file}: the checkpoint is damaged (the file is missing, cut or changed): remove the folder {folder} "
-                            "and resume from the checkpoint before it")
+            raise UserError(f"{file}: the checkpoint is damaged (the file is missing, cut or changed): remove the folder "
+                            f"{folder} and resume from the checkpoint before it")
     _read_state(folder)
 
 

@@ -14,7 +14,7 @@ from outrider.config import RunConfig, load_run, to_toml
 from outrider.data.rows import PreparedRows, load_rows, read_info
 from outrider.errors import UserError
 from outrider.features.capture import FeatureSource
-from outrider.features.target import Target, load_target, load_tokenizer, read_facts, target_digest
+from outrider.features.target import Target, load_target, load_tokenizer, read_facts, read_stop_ids, target_digest
 from outrider.files import explain_os_errors, write_atomic
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter, count_parameters, initialise
@@ -28,7 +28,8 @@ from outrider.train.step import MicroBatch, lay_out, run_step
 
 AcceptanceCheck = Callable[[Target, Drafter], AcceptReport]
 RESOLVED_NAME = "run.toml"
-FREE_TO_CHANGE = {"folder", "log_every", "checkpoint_every", "keep_checkpoints", "accept_every", "accept_prompts", "accept_tokens"}
+FREE_TO_CHANGE = {"folder", "log_every", "checkpoint_every", "keep_checkpoints", "accept_every", "accept_prompts",
+                  "accept_tokens"}
 
 
 @dataclass
@@ -187,8 +188,8 @@ def _step_of(line: str) -> float:
 def _check_folder(resolved: Resolved, checkpoints: list[Path], *, resume: bool) -> None:
     folder = resolved.config.train.folder
     if checkpoints and not resume:
-        raise UserError(f"train.folder = '{folder}': already holds checkpoints of a run: add --resume to go on, or choose another "
-                        "folder")
+        raise UserError(f"train.folder = '{folder}': already holds checkpoints of a run: add --resume to go on, or choose "
+                        "another folder")
     if resume and not checkpoints:
         raise UserError(f"train.folder = '{folder}': holds no checkpoint to resume from: leave out --resume to start")
     if resume:
@@ -197,8 +198,8 @@ def _check_folder(resolved: Resolved, checkpoints: list[Path], *, resume: bool) 
         changed = [f"{s}.{k} ({before[s][k]} -> {now[s][k]})" for s in now for k in now[s]
                    if before[s][k] != now[s][k] and not (s == "train" and k in FREE_TO_CHANGE)]
         if changed:
-            raise UserError(f"train.folder = '{folder}': the run file changed since its checkpoint: {', '.join(changed)}: undo the "
-                            "change, or choose another folder")
+            raise UserError(f"train.folder = '{folder}': the run file changed since its checkpoint: {', '.join(changed)}: undo "
+                            "the change, or choose another folder")
 
 
 def _check_data(resolved: Resolved, rows: PreparedRows) -> None:
@@ -208,10 +209,11 @@ def _check_data(resolved: Resolved, rows: PreparedRows) -> None:
         raise UserError(f"data.rows = '{resolved.config.data.rows}': made for a vocabulary of {rows.vocab_size}, the target has "
                         f"{shape.vocab_size}: prepare them again with this target")
     mask = shape.mask_token_id
-    special = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id, "bos": tokenizer.bos_token_id}
-    taken = [name for name, token in special.items() if token == mask]
-    if taken:
-        raise UserError(f"drafter.mask_token_id = {mask}: is the target's {taken[0]} token: choose an id that never occurs in text")
+    special = {tokenizer.pad_token_id: "pad", tokenizer.bos_token_id: "bos", tokenizer.eos_token_id: "eos",
+               **dict.fromkeys(read_stop_ids(resolved.config.target.path, tokenizer), "eos")}
+    if mask in special:
+        raise UserError(f"drafter.mask_token_id = {mask}: is the target's {special[mask]} token: choose an id that never occurs "
+                        "in text")
     if rows.contains_token(mask):
         raise UserError(f"drafter.mask_token_id = {mask}: occurs in the data: choose an id that never occurs in text")
 
@@ -221,8 +223,11 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"train.device = {name!r}: not a device: use 'cpu' or 'cuda'") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"train.device = {name!r}: no CUDA device was found here: use 'cpu'")
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"train.device = {name!r}: not supported: use 'cpu' or 'cuda'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"train.device = {name!r}: {torch.cuda.device_count()} CUDA devices were found here: use one of them, or "
+                        "'cpu'")
     return device
 
 

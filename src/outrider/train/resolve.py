@@ -20,13 +20,13 @@ class Resolved:
 
 
 def default_layer_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """`round(1 + j * (N - 4) / (L - 1))`, j = 0..L-1 (01-dflash); N // 2 for L = 1, N > 2. Raises UserError when N is too small."""
+    """`round(1 + j * (N - 4) / (L - 1))`, j = 0..L-1 (01-dflash); N // 2 for L = 1. Raises UserError when N is too small."""
     if count == 1 and num_target_layers > 2:
         return (num_target_layers // 2,)
     ids = tuple(round(1 + j * (num_target_layers - 4) / max(count - 1, 1)) for j in range(count))
     if num_target_layers < 5 or len(set(ids)) < count:
-        raise UserError(f"drafter.num_target_features = {count}: too many for a target of {num_target_layers} layers, the default "
-                        "spread repeats a layer: lower it, or give drafter.target_layer_ids")
+        raise UserError(f"drafter.num_target_features = {count}: too many for a target of {num_target_layers} layers, the "
+                        "default spread repeats a layer: lower it, or give drafter.target_layer_ids")
     return ids
 
 
@@ -62,8 +62,13 @@ def resolve(config: RunConfig, facts: TargetFacts) -> Resolved:
 
 def _shape(config: RunConfig, facts: TargetFacts) -> DrafterShape:
     d = config.drafter
-    assert d.target_layer_ids is not None and d.intermediate_size and d.num_heads and d.num_kv_heads and d.head_dim and d.rope_theta
+    assert d.target_layer_ids is not None
     assert d.layer_types is not None
+    assert d.intermediate_size
+    assert d.num_heads
+    assert d.num_kv_heads
+    assert d.head_dim
+    assert d.rope_theta
     return DrafterShape(
         hidden_size=facts.hidden_size,
         intermediate_size=d.intermediate_size,
