@@ -17,7 +17,7 @@ def say(message: str) -> None:
 
 def clock(seconds: float) -> str:
     """Seconds as `m:ss` or `h:mm:ss`."""
-    whole = int(round(seconds))
+    whole = round(seconds)
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -81,8 +81,8 @@ class LossTerms:
     `loss_sum` float32 scalar with a graph: sum of weight * cross-entropy (nats). `weight_sum` float32 scalar.
     `correct_K`, `count_K` float32: right and all supervised predictions by slot (slot 0 is always 0; counts, not weights).
     `run_sum`, `block_count` float32 scalars: accepted runs (right predictions before the first wrong one, within the
-    supervised part) summed over the kept blocks that have a supervised slot, and the number of those blocks. Their quotient + 1 is the
-    accepted-length PROXY: teacher-forced on data, not a measurement of decoding.
+    supervised part) summed over the kept blocks that have a supervised slot, and the number of those blocks. Their quotient + 1
+    is the accepted-length PROXY: teacher-forced on data, not a measurement of decoding.
     """
 
     loss_sum: Tensor
@@ -184,7 +184,8 @@ class DrafterShape:
             raise UserError(f"drafter.mask_token_id = {self.mask_token_id}: must lie in 0..{self.vocab_size - 1}, inside the "
                             "target's embedding")
         if self.num_heads % self.num_kv_heads:
-            raise UserError(f"drafter.num_heads = {self.num_heads}: must be a multiple of drafter.num_kv_heads = {self.num_kv_heads}")
+            raise UserError(f"drafter.num_heads = {self.num_heads}: must be a multiple of drafter.num_kv_heads = "
+                            f"{self.num_kv_heads}")
         if self.head_dim % 2:
             raise UserError(f"drafter.head_dim = {self.head_dim}: must be even, rotary embedding turns pairs of channels")
         if len(self.layer_types) != self.num_layers or set(self.layer_types) - {FULL, SLIDING}:
@@ -206,7 +207,7 @@ def check_layer_ids(layer_ids: Sequence[int], num_target_layers: int) -> None:
     last = num_target_layers - 1
     for layer in layer_ids:
         if not 0 <= layer < last:
-            raise UserError(f"drafter.target_layer_ids has {layer}: must lie in 0..{last - 1} for a target of {num_target_layers} "
-                            f"layers, whose last layer ({last}) is never used")
+            raise UserError(f"drafter.target_layer_ids has {layer}: must lie in 0..{last - 1} for a target of "
+                            f"{num_target_layers} layers, whose last layer ({last}) is never used")
     if list(layer_ids) != sorted(set(layer_ids)) or not layer_ids:
         raise UserError(f"drafter.target_layer_ids = {list(layer_ids)}: must be a list of distinct layers in increasing order")

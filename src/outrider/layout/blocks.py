@@ -1,6 +1,7 @@
 """Takes rows and anchors, gives the blocks' inputs, labels and weights; knows nothing of models."""
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ def default_gamma(block_size: int) -> float:
         return first * block_size / first_k
     if block_size >= last_k:
         return last * block_size / last_k
-    for (k0, g0), (k1, g1) in zip(GAMMA_BY_BLOCK_SIZE, GAMMA_BY_BLOCK_SIZE[1:], strict=False):
+    for (k0, g0), (k1, g1) in pairwise(GAMMA_BY_BLOCK_SIZE):
         if block_size <= k1:
             return g0 + (g1 - g0) * (block_size - k0) / (k1 - k0)
     raise AssertionError("block sizes between the first and last entry are covered")
@@ -38,7 +39,7 @@ def build_blocks(
     A slot is supervised when its position lies in the anchor's document and is supervised, and so are all slots before it
     (what follows an unsupervised position cannot be reached). Slots beyond the document's end stay, as masks of weight 0.
     """
-    assert math.isfinite(gamma) and gamma > 0
+    assert 0 < gamma < math.inf
     B, S = rows.input_ids_BS.shape
     A = anchors_BA.shape[1]
     slots_K = torch.arange(block_size, device=anchors_BA.device)

@@ -128,7 +128,7 @@ class Drafter(nn.Module):
     def forward(
         self, noise_BQD: Tensor, features_BSF: Tensor, noise_positions_BQ: Tensor, context_positions_BS: Tensor, masks: Masks
     ) -> Tensor:
-        """Final hidden states of all blocks of the rows, `[B, Q, D]`; `masks` maps a layer type to its mask over N = S + Q keys."""
+        """Final hidden states of all blocks of the rows, `[B, Q, D]`; `masks` maps a layer type to its mask, N = S + Q keys."""
         context_BSD = self.context(features_BSF)
         context_rotary, noise_rotary = self.rotary(context_positions_BS), self.rotary(noise_positions_BQ)
         x_BQD = noise_BQD
