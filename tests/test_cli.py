@@ -3,13 +3,15 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ToyFolder
 
 from outrider import cli
+
+ToyFolder = Callable[..., Path]
 
 RUN_FILE = """
 [target]
@@ -199,12 +201,11 @@ def test_output_places_that_cannot_be_written(road: tuple[Path, Path], tmp_path:
     assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
 
 
-def test_wrong_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_refused(road: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert "--target" in refusal(capsys, "prepare", "x.jsonl", "--out", "rows")
     assert "nonsense" in refusal(capsys, "nonsense")
     assert call(capsys)[0] == 0
-    assert "--device tpu" in refusal(capsys, "generate", "x", "--target", ".", "--drafter", ".", "--device", "tpu", "--dtype",
-                                     "float32")
+    assert "--device tpu" in refusal(capsys, "generate", "x", "--target", road[0], "--drafter", ".", "--device", "tpu")
 
 
 @pytest.mark.parametrize("verb", ["respond", "prepare", "train", "evaluate", "generate", "export", "demo"])

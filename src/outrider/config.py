@@ -102,6 +102,7 @@ class TrainConfig(Section):
     rows_per_batch: Positive = 1
     accumulation: Positive = 1
     log_every: Positive = 1
+    tracker: Literal["tensorboard"] | None = None
     checkpoint_every: Positive = 500
     keep_checkpoints: Positive = 2
     accept_every: Positive | None = None

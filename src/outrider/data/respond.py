@@ -81,7 +81,7 @@ def respond(prompts: Path, *, answer: Answer, tokenizer: PreTrainedTokenizerBase
     if reused:
         say(f"respond: {reused} answers are already in {out}: reused")
     with ProgressBar("respond", total=len(ids), unit="prompts") as bar:
-        bar.advance(reused)
+        bar.skip(reused)
         for number, batch in enumerate(_batches({prompt: len(ids[prompt]) for prompt in ids}, options.batch_size)):
             if all(prompt in done for prompt in batch):
                 continue

@@ -25,10 +25,11 @@ from outrider.train.meter import Stopwatch, as_metrics, as_note, report_step
 from outrider.train.optim import build_optimizer, learning_rate_at
 from outrider.train.resolve import Resolved, resolve
 from outrider.train.step import MicroBatch, lay_out, run_step
+from outrider.train.tracker import Tracker, open_tracker
 
 AcceptanceCheck = Callable[[Target, Drafter], AcceptReport]
 RESOLVED_NAME = "run.toml"
-FREE_TO_CHANGE = {"folder", "log_every", "checkpoint_every", "keep_checkpoints", "accept_every", "accept_prompts",
+FREE_TO_CHANGE = {"folder", "log_every", "checkpoint_every", "keep_checkpoints", "tracker", "accept_every", "accept_prompts",
                   "accept_tokens"}
 
 
@@ -44,6 +45,7 @@ class Run:
     steps: int
     inputs: dict[str, str]
     position: Position
+    tracker: Tracker
 
     @property
     def folder(self) -> Path:
@@ -70,6 +72,7 @@ def train(config: RunConfig, *, resume: bool, check: AcceptanceCheck | None) -> 
                 run.position = _measure(run, done, check)
             if done % settings.checkpoint_every == 0 or done == run.steps:
                 _save(run)
+    run.tracker.close()
     return {
         "run": str(run.folder), "steps": run.steps, "loss": report["loss"] if report else None, "tau": run.position.tau,
         "seconds": round(time.monotonic() - began, 1), "peak_bytes_predicted": None, "peak_bytes_measured": peak_bytes(),
@@ -97,7 +100,8 @@ def start(config: RunConfig, *, resume: bool) -> Run:
         say(f"resuming from {checkpoints[-1]}, {position.step} steps done")
     per_step = settings.rows_per_batch * settings.accumulation
     steps = settings.steps or -(-settings.epochs * len(rows) // per_step)
-    run = Run(resolved, rows, source, drafter, optimizer, steps, inputs, position)
+    tracker = open_tracker(settings.tracker, settings.folder, first_step=position.step)
+    run = Run(resolved, rows, source, drafter, optimizer, steps, inputs, position, tracker)
     with explain_os_errors(settings.folder):
         settings.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(settings.folder / RESOLVED_NAME, lambda path: path.write_text(to_toml(resolved.config), encoding="utf-8"))
@@ -135,7 +139,7 @@ def _one_step(run: Run, step: int, bar: ProgressBar, last: dict[str, Any] | None
         seconds=watch.seconds,
     )
     line = as_metrics(report)
-    _log(run.folder, line)
+    _log(run, line)
     bar.advance(1, note=as_note(report))
     return line
 
@@ -152,7 +156,7 @@ def _micro_batch(run: Run, step: int, micro: int) -> MicroBatch:
 
 def _measure(run: Run, step: int, check: AcceptanceCheck) -> Position:
     report = check(run.source.target, run.drafter)
-    _log(run.folder, {"step": step, "tau": round(report.tau, 4), "acceptance_by_slot": report.acceptance_by_slot,
+    _log(run, {"step": step, "tau": round(report.tau, 4), "acceptance_by_slot": report.acceptance_by_slot,
                       "tokens": report.tokens, "forwards": report.forwards, "seconds": round(report.seconds, 2)})
     say(f"step {step}: real accepted length tau {report.tau:.3f} on held-out prompts ({report.tokens} tokens, greedy)")
     return Position(run.position.step, report.tau, step)
@@ -164,8 +168,9 @@ def _save(run: Run) -> None:
                     inputs=run.inputs, keep=config.train.keep_checkpoints)
 
 
-def _log(folder: Path, line: dict[str, Any]) -> None:
-    path = folder / "metrics.jsonl"
+def _log(run: Run, line: dict[str, Any]) -> None:
+    run.tracker.log(line)
+    path = run.folder / "metrics.jsonl"
     with explain_os_errors(path), path.open("a", encoding="utf-8") as handle:
         handle.write(json.dumps(line) + "\n")
 
