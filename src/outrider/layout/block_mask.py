@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -60,10 +60,13 @@ def block_mask(blocks: DraftBlocks, *, row_length: int, window: int | None) -> B
     missing = -Q % TILE  # queries that pad the last tile see nothing, so that tile is never full
     touched_BXT = F.pad(touched_BQT, (0, 0, 0, missing)).unflatten(1, (-1, TILE)).any(dim=2)
     full_BXT = F.pad(covered_BQT, (0, 0, 0, missing)).unflatten(1, (-1, TILE)).all(dim=2)
-    partial_count, partial_index = _in_order(touched_BXT & ~full_BXT)
-    full_count, full_index = _in_order(full_BXT)
-    return BlockMask.from_kv_blocks(
-        partial_count, partial_index, full_count, full_index, BLOCK_SIZE=TILE, seq_lengths=(Q, row_length + Q),
+    in_use_ZBXT = torch.stack((touched_BXT & ~full_BXT, full_BXT))
+    (kv_count, full_kv_count), (kv_index, full_kv_index) = _in_order(in_use_ZBXT)
+    (q_count, full_q_count), (q_index, full_q_index) = _in_order(in_use_ZBXT.mT)
+    return BlockMask(  # as from_kv_blocks would, which sorts four times to find the queries' side again
+        seq_lengths=(Q, row_length + Q), kv_num_blocks=kv_count, kv_indices=kv_index, full_kv_num_blocks=full_kv_count,
+        full_kv_indices=full_kv_index, q_num_blocks=q_count, q_indices=q_index, full_q_num_blocks=full_q_count,
+        full_q_indices=full_q_index, BLOCK_SIZE=(TILE, TILE),
         mask_mod=_rule(spans, row_length=row_length, block_size=K, causal_slots=window is not None),
     )
 
@@ -79,10 +82,10 @@ def _tiles(spans: Spans, keys: int) -> tuple[Tensor, Tensor]:
     return touched[0] | touched[1], covered[0] | covered[1]
 
 
-def _in_order(dense_BXT: Tensor) -> tuple[Tensor, Tensor]:
-    """Count `[B, 1, X]` and indices `[B, 1, X, T]` (int32) of the tiles in use, in use first, each part in increasing order."""
-    index_BXT = torch.argsort(dense_BXT.to(torch.uint8), dim=-1, descending=True, stable=True)
-    return dense_BXT.sum(-1, dtype=torch.int32)[:, None], index_BXT.to(torch.int32)[:, None].contiguous()
+def _in_order(in_use_ZBXT: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts `[Z, B, 1, X]` and indices `[Z, B, 1, X, T]` (int32) of the tiles: those in use first, in increasing order."""
+    index_ZBXT = torch.argsort(in_use_ZBXT.to(torch.uint8), dim=-1, descending=True, stable=True)
+    return in_use_ZBXT.sum(-1, dtype=torch.int32)[:, :, None], index_ZBXT.to(torch.int32)[:, :, None].contiguous()
 
 
 def _rule(

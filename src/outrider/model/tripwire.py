@@ -66,8 +66,9 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 
 def check_no_modes(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> None:
-    """Raises DenseAttentionError while a dispatch mode is active, before the step: torch 2.13 stops there too, but says not why."""
-    if torch.utils._python_dispatch._len_torch_dispatch_stack():
+    """Raises DenseAttentionError while a dispatch mode is active. To be called before the step: torch 2.13 stops there too, but
+    does not say why."""
+    if torch._C._len_torch_dispatch_stack():
         raise DenseAttentionError(_sentence("flex_attention", query_shape, key_shape))
 
 
@@ -84,7 +85,7 @@ def _sentence(name: str, query_shape: tuple[int, ...], key_shape: tuple[int, ...
 
 def _reason() -> str:
     """What turned the compiler off, as far as it can be seen from here, and the way out."""
-    if torch.utils._python_dispatch._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack():
         return "a dispatch mode (FlopCounterMode, a memory tracker) is active: leave it before the step"
     if torch._dynamo.config.disable:
         return "torch.compile is disabled (TORCHDYNAMO_DISABLE): unset it"

@@ -78,7 +78,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         return (loss_Y * weights_Y).sum(), right_Y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_YD,) = ctx.saved_tensors
         return gradient_YD * gradients[0].to(gradient_YD.dtype), None, None, None, None, None
 

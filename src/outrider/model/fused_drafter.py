@@ -1,0 +1,194 @@
+"""Takes what the drafter takes, gives the same hidden states with fewer, larger products; knows no device, loss or file.
+
+The fast twin of drafter.Drafter, for compilation: q/k/v in one product and gate/up in another, on compute copies of the
+drafter's weights. The drafter keeps the fp32 masters under their standard names; `take_weights` brings their values here
+once a step, `give_gradients` takes the gradients back, so checkpoints, optimizer and exports never see the packing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.model.attention import Attention, rotary_table, rotate
+from outrider.model.drafter import Drafter, RMSNorm, Rotary
+from outrider.records import DrafterShape
+
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rows `first..first + rows` of a packed parameter hold one of the drafter's parameters."""
+
+    master: nn.Parameter
+    packed: nn.Parameter
+    first: int
+    rows: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor[self.first : self.first + self.rows]
+
+
+class FusedBlockAttention(nn.Module):
+    def __init__(self, shape: DrafterShape, attention: Attention) -> None:
+        super().__init__()
+        self.shape, self.attention = shape, attention
+        D, C, H, G = shape.hidden_size, shape.head_dim, shape.num_heads, shape.num_kv_heads
+        self.qkv_proj = nn.Linear(D, (H + 2 * G) * C, bias=False)
+        self.o_proj = nn.Linear(H * C, D, bias=False)
+        self.q_norm = RMSNorm(C, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(C, shape.rms_norm_eps)
+
+    def kv_weight(self) -> Tensor:
+        """The rows of `qkv_proj` that the context needs, `[2 G C, D]`."""
+        return self.qkv_proj.weight[self.shape.num_heads * self.shape.head_dim :]
+
+    def attend(self, qkv_BQX: Tensor, context_kv_BSX: Tensor, noise_rotary: Rotary, context_rotary: Rotary, mask: Any) -> Tensor:
+        """From projections to attended values `[B, Q, H C]`, before `o_proj`."""
+        B, Q, _ = qkv_BQX.shape
+        C, H, G = self.shape.head_dim, self.shape.num_heads, self.shape.num_kv_heads
+        q_BQX, k_BQX, v_BQX = qkv_BQX.split((H * C, G * C, G * C), dim=-1)
+        context_k_BSX, context_v_BSX = context_kv_BSX.chunk(2, dim=-1)
+
+        def heads(x_BXE: Tensor) -> Tensor:
+            return x_BXE.unflatten(-1, (-1, C))
+
+        q_BHQC = rotate(self.q_norm(heads(q_BQX)).transpose(1, 2), *noise_rotary)
+        k_BGNC = torch.cat((
+            rotate(self.k_norm(heads(context_k_BSX)).transpose(1, 2), *context_rotary),
+            rotate(self.k_norm(heads(k_BQX)).transpose(1, 2), *noise_rotary),
+        ), dim=2)
+        v_BGNC = torch.cat((heads(context_v_BSX).transpose(1, 2), heads(v_BQX).transpose(1, 2)), dim=2)
+        return self.attention(q_BHQC, k_BGNC, v_BGNC, mask).transpose(1, 2).reshape(B, Q, H * C)
+
+
+class FusedFeedForward(nn.Module):
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(shape.hidden_size, 2 * shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x_BQD: Tensor) -> Tensor:
+        gate_BQI, up_BQI = self.gate_up_proj(x_BQD).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate_BQI) * up_BQI)
+
+
+class FusedLayer(nn.Module):
+    def __init__(self, shape: DrafterShape, attention: Attention) -> None:
+        super().__init__()
+        self.self_attn = FusedBlockAttention(shape, attention)
+        self.mlp = FusedFeedForward(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def project(self, x_BQD: Tensor) -> Tensor:
+        return self.self_attn.qkv_proj(self.input_layernorm(x_BQD))
+
+    def finish(self, x_BQD: Tensor, attended_BQX: Tensor) -> Tensor:
+        """The rest of the layer, slot by slot: output projection and feed-forward, each added to the stream."""
+        x_BQD = x_BQD + self.self_attn.o_proj(attended_BQX)
+        return x_BQD + self.mlp(self.post_attention_layernorm(x_BQD))
+
+
+class FusedDrafter(nn.Module):
+    """The drafter on packed compute weights. `forward` is the part to compile; `rotary` stays outside of it.
+
+    Inside a compiled graph each of the 40 heads would compute its own cosines.
+    """
+
+    def __init__(self, shape: DrafterShape, attention: Attention) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(len(shape.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(FusedLayer(shape, attention) for _ in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def rotary(self, positions_BX: Tensor) -> Rotary:
+        return rotary_table(positions_BX, self.shape.head_dim, self.shape.rope_theta)
+
+    def forward(
+        self, anchor_BAD: Tensor, mask_D: Tensor, features_BSF: Tensor, noise_rotary: Rotary, context_rotary: Rotary,
+        masks: dict[str, Any],
+    ) -> Tensor:
+        """Final hidden states `[B, Q, D]` as Drafter.forward gives them, but for slot 0, which nothing learns from: zeros.
+
+        `anchor_BAD`: embeddings of the anchors' tokens. `mask_D`: that of the mask token, which all other slots hold, so
+        the first layer projects A + 1 rows instead of A * K (1.5 of 134 TFLOP in the born-from case). The last layer ends
+        without slot 0 (0.9 TFLOP): its key and value were needed, its own output is not.
+        """
+        B, A, D = anchor_BAD.shape
+        K = self.shape.block_size
+        context_BSD = self.hidden_norm(self.fc(features_BSF))
+        layers = [cast(FusedLayer, layer) for layer in self.layers]
+        kv_weights = torch.cat([layer.self_attn.kv_weight() for layer in layers])  # one product for all layers
+        context_kv = F.linear(context_BSD, kv_weights).chunk(self.shape.num_layers, dim=-1)
+        x_BQD = as_blocks(anchor_BAD, mask_D, K)
+        for i, (layer, kind) in enumerate(zip(layers, self.shape.layer_types, strict=True)):
+            if i == 0:
+                rows_YX = layer.project(torch.cat((anchor_BAD.flatten(0, 1), mask_D[None])))
+                qkv_BQX = as_blocks(rows_YX[:-1].unflatten(0, (B, A)), rows_YX[-1], K)
+            else:
+                qkv_BQX = layer.project(x_BQD)
+            attended_BQX = layer.self_attn.attend(qkv_BQX, context_kv[i], noise_rotary, context_rotary, masks[kind])
+            if i + 1 == self.shape.num_layers:
+                x_BQD, attended_BQX = without_anchor_slot(x_BQD, K), without_anchor_slot(attended_BQX, K)
+            x_BQD = layer.finish(x_BQD, attended_BQX)
+        return F.pad(self.norm(x_BQD).view(B, A, K - 1, D), (0, 0, 1, 0)).view(B, A * K, D)
+
+    def shares(self, drafter: Drafter) -> Iterator[Share]:
+        """Where each parameter of `drafter` (same shape) lies here, in this module's order."""
+        masters = dict(drafter.named_parameters())
+        for name, packed in self.named_parameters():
+            owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+            prefix = f"{owner}." if owner else ""
+            first = 0
+            for part in PACKED.get(leaf, (leaf,)):
+                master = masters.pop(f"{prefix}{part}.weight")
+                yield Share(master, packed, first, len(master))
+                first += len(master)
+            assert first == len(packed), name
+        assert not masters, f"no place for {list(masters)}"
+
+    @torch.no_grad()
+    def take_weights(self, drafter: Drafter) -> None:
+        """Round the masters' values into this module's dtype."""
+        shares = list(self.shares(drafter))
+        torch._foreach_copy_([share.of(share.packed) for share in shares], [share.master.detach() for share in shares])
+
+    @torch.no_grad()
+    def give_gradients(self, drafter: Drafter) -> None:
+        """Add this module's gradients to the masters', in the masters' dtype, and drop them here."""
+        for share in self.shares(drafter):
+            assert share.packed.grad is not None
+            gradient = share.of(share.packed.grad)
+            if share.master.grad is None:
+                share.master.grad = gradient.to(share.master.dtype, copy=True)
+            else:
+                share.master.grad.add_(gradient)
+            if share.first + share.rows == len(share.packed):
+                share.packed.grad = None
+
+
+def as_blocks(anchor_BAX: Tensor, mask_X: Tensor, block_size: int) -> Tensor:
+    """`[B, A * K, X]`: the anchor's vector in slot 0, the mask's in all others."""
+    masks_BAkX = mask_X.expand(*anchor_BAX.shape[:2], block_size - 1, -1)
+    return torch.cat((anchor_BAX[:, :, None], masks_BAkX), dim=2).flatten(1, 2)
+
+
+def without_anchor_slot(x_BQX: Tensor, block_size: int) -> Tensor:
+    """Slots 1..K-1 of each block, `[B, A * (K - 1), X]`."""
+    return x_BQX.unflatten(1, (-1, block_size))[:, :, 1:].flatten(1, 2)
+
+
+def fused_copy(drafter: Drafter, attention: Attention, *, dtype: torch.dtype) -> FusedDrafter:
+    """A FusedDrafter on `drafter`'s device with its weights in `dtype`."""
+    with torch.device("meta"):
+        fused = FusedDrafter(drafter.shape, attention).to(dtype)
+    fused.to_empty(device=drafter.norm.weight.device)
+    fused.take_weights(drafter)
+    return fused

@@ -1,0 +1,104 @@
+"""Takes a drafter, gives the two roads through it: dense (reference, any device) and fused (compiled, CUDA); knows no losses."""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.layout.block_mask import block_mask
+from outrider.layout.mask import dense_mask
+from outrider.model import tripwire
+from outrider.model.drafter import Drafter
+from outrider.model.fused_attention import attention_for
+from outrider.model.fused_drafter import fused_copy
+from outrider.progress import say
+from outrider.records import SLIDING, DraftBlocks, DrafterShape, TokenRows
+
+Embed = Callable[[Tensor], Tensor]  # token ids [...] to the target's embeddings [..., D]
+
+
+class Road(Protocol):
+    """How hidden states come about and how their gradients reach the drafter's parameters."""
+
+    def begin(self) -> None:
+        """Before the first micro-batch of a step: see the parameters' present values."""
+
+    def hidden(self, embed: Embed, features_BSF: Tensor, rows: TokenRows, blocks: DraftBlocks) -> Tensor:
+        """Final hidden states `[B, Q, D]`, with a graph; those of slot 0 may be anything, nothing learns from them."""
+
+    def collect(self) -> None:
+        """After each micro-batch's backward: its gradient is added to the parameters' `.grad`."""
+
+
+class DenseRoad:
+    """The drafter itself over dense masks, in autocast when `dtype` is not the parameters' own."""
+
+    def __init__(self, drafter: Drafter, *, dtype: torch.dtype) -> None:
+        self.drafter, self.dtype = drafter, dtype
+
+    def begin(self) -> None:
+        pass
+
+    def hidden(self, embed: Embed, features_BSF: Tensor, rows: TokenRows, blocks: DraftBlocks) -> Tensor:
+        masks = {kind: dense_mask(rows, blocks, window=window) for kind, window in windows_of(self.drafter.shape).items()}
+        with torch.autocast(features_BSF.device.type, dtype=self.dtype, enabled=self.dtype != self.drafter.norm.weight.dtype):
+            return self.drafter(
+                embed(blocks.noise_ids_BAK.flatten(1)).to(self.dtype), features_BSF.to(self.dtype),
+                blocks.positions_BAK.flatten(1), rows.positions_BS, masks,
+            )
+
+    def collect(self) -> None:
+        pass
+
+
+class FusedRoad:
+    """Compute copies of the weights in `dtype`, packed and compiled whole; the drafter keeps fp32 masters and their gradients.
+
+    Shapes are fixed by the first call; another shape is a second compilation. Installs the tripwire for the whole process.
+    `activation_budget`: share of the activations that may be kept for the backward, 1.0 for all that saves a product.
+    """
+
+    def __init__(self, drafter: Drafter, *, dtype: torch.dtype, activation_budget: float) -> None:
+        tripwire.install()
+        device = drafter.norm.weight.device
+        self.drafter, self.dtype = drafter, dtype
+        self.fused = fused_copy(drafter, attention_for(device, head_dim=drafter.shape.head_dim), dtype=dtype)
+        self.compiled = torch.compile(self.fused, fullgraph=True, dynamic=False)
+        # What an elementwise kernel of the backward can make again is never kept, even where a product then reads it from memory:
+        # the normed inputs and silu(gate) * up, 430 of 1,390 MiB a layer in the born-from case
+        self.partition = {"ban_recompute_materialized_backward": False, "activation_memory_budget": activation_budget}
+        self._compiled_for: set[tuple[int, ...]] = set()
+
+    def begin(self) -> None:
+        self.fused.take_weights(self.drafter)
+
+    def hidden(self, embed: Embed, features_BSF: Tensor, rows: TokenRows, blocks: DraftBlocks) -> Tensor:
+        shape = self.drafter.shape
+        B, A, K = blocks.noise_ids_BAK.shape
+        S = features_BSF.shape[1]
+        tripwire.check_no_modes((B, shape.num_heads, A * K, shape.head_dim), (B, shape.num_kv_heads, S + A * K, shape.head_dim))
+        masks = {kind: block_mask(blocks, row_length=S, window=window) for kind, window in windows_of(shape).items()}
+        inputs = (
+            embed(blocks.noise_ids_BAK[:, :, 0]).to(self.dtype), embed(blocks.noise_ids_BAK[0, 0, 1]).to(self.dtype),
+            features_BSF.to(self.dtype), self.fused.rotary(blocks.positions_BAK.flatten(1)), self.fused.rotary(rows.positions_BS),
+        )
+        if (B, A, S) in self._compiled_for:
+            return self.compiled(*inputs, masks)
+        say(f"compiling the drafter for {B} x {A * K} queries over {S + A * K} keys, {shape.num_layers} layers (the backward "
+            "compiles in the first step)")
+        began = time.perf_counter()
+        with torch._functorch.config.patch(self.partition):
+            hidden_BQD: Tensor = self.compiled(*inputs, masks)
+        self._compiled_for.add((B, A, S))
+        say(f"compiled the drafter in {time.perf_counter() - began:.1f} s")
+        return hidden_BQD
+
+    def collect(self) -> None:
+        self.fused.give_gradients(self.drafter)
+
+
+def windows_of(shape: DrafterShape) -> dict[str, int | None]:
+    """The window of each kind of layer that the drafter has; None for full attention."""
+    return {kind: shape.sliding_window if kind == SLIDING else None for kind in dict.fromkeys(shape.layer_types)}
