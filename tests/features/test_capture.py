@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 from toys import KINDS, random_rows
 
-from outrider.features.capture import Document, bucket_by_length, capture, captured_layers, documents_of, run_to_last_layer
+from outrider.features import capture as capture_module
+from outrider.features.capture import (
+    Document,
+    FeatureSource,
+    bucket_by_length,
+    capture,
+    captured_layers,
+    documents_of,
+    one_row,
+    run_to_last_layer,
+)
 from outrider.features.target import Target
 from outrider.records import TokenRows
 
@@ -154,3 +164,16 @@ def test_buckets_hold_every_document_once_within_the_token_limit() -> None:
         assert padded - sum(d.length for d in group) <= 0.25 * padded
     assert len(groups) < 8
     assert bucket_by_length([], max_tokens=128) == []
+
+
+def test_kept_features_are_the_captured_ones(toy_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rows = toy_target("llama"), random_rows([[5, 7], [12], [3, 3, 6]], length=16, seed=1)
+    calls = []
+    monkeypatch.setattr(capture_module, "capture", lambda t, r, ids: calls.append(r.row_ids_B.tolist()) or capture(t, r, ids))
+    device = torch.device("cpu")
+    keeping, fresh = FeatureSource(target, (1, 3), keep=True), FeatureSource(target, (1, 3), keep=False)
+    first = keeping.features(rows, device).values_BSF
+    assert torch.equal(keeping.features(rows, device).values_BSF, first)
+    assert sorted(row for call in calls for row in call) == [0, 1, 2]
+    one_by_one = torch.cat([fresh.features(one_row(rows, b), device).values_BSF for b in range(3)])
+    assert torch.equal(first, one_by_one)
