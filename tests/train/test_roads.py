@@ -1,0 +1,105 @@
+"""The fused road gives the dense road's loss and gradients, on packed rows with dropped blocks, and compiles once."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.layout.anchors import draw_anchors
+from outrider.layout.blocks import build_blocks
+from outrider.model.attention import dense_attention
+from outrider.model.drafter import Drafter, initialise
+from outrider.objective.frozen_head import frozen_head_loss
+from outrider.objective.losses import plain_loss
+from outrider.records import FULL, SLIDING, DraftBlocks, DrafterShape, FrozenHead, LossTerms, TokenRows
+from outrider.train.roads import DenseRoad, FusedRoad, Road
+from outrider.train.selftest import check_fused_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: flex_attention has no backward on a CPU"),
+    pytest.mark.filterwarnings("ignore"),  # the compiler's own
+]
+D, V, LAYERS, ROWS = 256, 997, 2, 5
+
+
+def make_shape(heads: int, kv_heads: int, K: int, kinds: tuple[str, ...]) -> DrafterShape:
+    window = 50 if SLIDING in kinds else None
+    return DrafterShape(D, 384, LAYERS, heads, kv_heads, 64, 1e-6, 1e4, V, 8192, K, 996, (1, 2), 5, True, kinds, window)
+
+
+def random_case(shape: DrafterShape, S: int, A: int, seed: int) -> tuple[TokenRows, DraftBlocks, Tensor]:
+    """A row of 1 to 6 documents and padding; the last document is short, so that some blocks end beyond it."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts = torch.randperm(S - 9, generator=generator)[: 1 + seed].add(1).sort().values.tolist()
+    ids, positions = torch.full((1, S), -1), torch.zeros(1, S, dtype=torch.int64)
+    for number, (start, end) in enumerate(zip([0, *cuts], cuts, strict=False)):
+        ids[0, start:end], positions[0, start:end] = number, torch.arange(end - start)
+    supervised = (ids >= 0) & (torch.rand(1, S, generator=generator) < 0.95)
+    rows = TokenRows(torch.randint(V - 1, (1, S), generator=generator), ids, positions, supervised, torch.tensor([seed]))
+    anchors, keep, _ = draw_anchors(rows, per_row=A, document_floor=1, seed=0, epochs_B=[0])
+    blocks = build_blocks(rows, anchors, keep, block_size=shape.block_size, mask_token_id=996, gamma=4.0)
+    return rows.to(torch.device("cuda")), blocks.to(torch.device("cuda")), torch.randn(1, S, 2 * D, device="cuda")
+
+
+def parts(shape: DrafterShape) -> tuple[Drafter, Tensor, FrozenHead]:
+    drafter = Drafter(shape, dense_attention)
+    initialise(drafter, seed=0, head_scale=1.0)
+    return drafter.cuda(), torch.randn(V, D, device="cuda"), FrozenHead((torch.randn(V, D) / D**0.5).to("cuda"), None)
+
+
+def run(road: Road, drafter: Drafter, table: Tensor, loss: LossTerms, blocks: DraftBlocks) -> tuple[float, dict[str, Tensor]]:
+    (loss.loss_sum / blocks.weights_BAK.sum().clamp(min=1e-12)).backward()
+    road.collect()
+    gradients = {name: p.grad.double() for name, p in drafter.named_parameters() if p.grad is not None}
+    drafter.zero_grad(set_to_none=True)
+    return float(loss.loss_sum), gradients
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "K", "S", "A", "kinds"), [
+    (8, 8, 16, 512, 24, (FULL, FULL)),
+    (12, 4, 8, 333, 30, (FULL, SLIDING)),
+    (8, 2, 4, 1000, 63, (FULL, FULL)),
+    (8, 1, 16, 129, 13, (SLIDING, SLIDING)),
+], ids=["heads 8/8", "heads 12/4, window", "heads 8/2", "heads 8/1, window"])
+def test_loss_and_gradients(heads: int, kv_heads: int, K: int, S: int, A: int, kinds: tuple[str, ...]) -> None:
+    """Judged against float64. Rounding to bf16 (2^-9 relative) at every product is what both bf16 roads do, at different
+    places, so the fused road's error may be half as large again as autocast's, plus the 2^-9 of a gradient kept in bf16;
+    a wrong mask or a lost gradient is an error of the order of 1."""
+    torch._dynamo.reset()
+    shape = make_shape(heads, kv_heads, K, kinds)
+    drafter, table, head = parts(shape)
+    wide = Drafter(shape, dense_attention).cuda().double()
+    wide.load_state_dict(drafter.state_dict())
+    exact, autocast = DenseRoad(wide, dtype=torch.float64), DenseRoad(drafter, dtype=torch.bfloat16)
+    fused = FusedRoad(drafter, dtype=torch.bfloat16, activation_budget=1.0)
+    counters = torch._dynamo.utils.counters["stats"]
+    for seed in range(ROWS):
+        rows, blocks, features = random_case(shape, S, A, seed)
+        inputs = (table.__getitem__, features, rows, blocks)
+        wide_head = FrozenHead(head.weight_VD.double(), None)
+        true_loss, true = run(exact, wide, table, plain_loss(exact.hidden(*inputs), blocks, wide_head), blocks)
+        _, plain = run(autocast, drafter, table, plain_loss(autocast.hidden(*inputs), blocks, head), blocks)
+        fused.begin()
+        fast_value, fast = run(
+            fused, drafter, table, frozen_head_loss(fused.hidden(*inputs), blocks, head, budget_bytes=2**20), blocks
+        )
+        assert abs(fast_value - true_loss) <= 2e-3 * true_loss + 1e-6
+        if seed == 0:
+            graphs = counters["unique_graphs"]
+        for name, expected in true.items():
+            scale = expected.norm() + 1e-12
+            error, allowed = (fast[name] - expected).norm() / scale, (plain[name] - expected).norm() / scale
+            assert error <= 1.5 * allowed + 2**-8, f"row {seed}: {name}: {error:.2e}, autocast {allowed:.2e}"
+    assert counters["unique_graphs"] == graphs, "fresh anchors and documents must not compile again"
+
+
+def test_self_test_passes_and_refuses() -> None:
+    torch._dynamo.reset()
+    from outrider.errors import UserError
+    from outrider.model.fused_attention import attention_for
+    shape, device = make_shape(8, 2, 16, (FULL, SLIDING)), torch.device("cuda")
+    good = attention_for(device, head_dim=64)
+    check_fused_attention(shape, good, dtype=torch.bfloat16, device=device)
+    with pytest.raises(UserError, match="dV of the fused kernel is wrong"):
+        check_fused_attention(shape, lambda q, k, v, mask: good(q, k, v.detach() + 0.03 * (v - v.detach()), mask),
+                              dtype=torch.bfloat16, device=device)
