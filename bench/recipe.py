@@ -72,8 +72,8 @@ VARIANTS: dict[str, Variant] = {
 
 def answers(target: Target, tokenizer: Any, prompts: list[dict[str, str]], limit: int) -> list[tuple[list[int], list[int]]]:
     """The target's greedy answer to each prompt: (prompt ids, new tokens)."""
-    ids = [tokenizer.apply_chat_template([{"role": "user", "content": p["prompt"]}], add_generation_prompt=True, return_dict=False)
-           for p in prompts]
+    asked = [[{"role": "user", "content": prompt["prompt"]}] for prompt in prompts]
+    ids = [tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) for messages in asked]
     order, found = sorted(range(len(ids)), key=lambda i: len(ids[i])), {}
     for start in range(0, len(ids), 240):
         batch = order[start : start + 240]
@@ -84,7 +84,8 @@ def answers(target: Target, tokenizer: Any, prompts: list[dict[str, str]], limit
 
 
 def rows_from(pairs: list[tuple[list[int], list[int]]], row_length: int) -> TokenRows:
-    documents = [(np.array(p + a, np.int32)[:row_length], np.array([False] * len(p) + [True] * len(a))[:row_length]) for p, a in pairs]
+    documents = [(np.array(prompt + answer, np.int32)[:row_length], (np.arange(len(prompt + answer)) >= len(prompt))[:row_length])
+                 for prompt, answer in pairs]
     packed = [build_row([documents[i] for i in row], row_length=row_length)
               for row in pack([len(ids) for ids, _ in documents], row_length=row_length)]
     document_ids = np.stack([row.document_ids for row in packed])
@@ -117,8 +118,9 @@ def walked_tau(drafter: Drafter, target: Target, rows: TokenRows, features: Feat
         mask, document = row.loss_mask_BS[0], row.document_ids_BS[0]
         anchors_1A = mask.nonzero().view(1, -1)
         placed = row.to(device)
-        blocks = build_blocks(placed, anchors_1A.to(device), torch.ones_like(anchors_1A, dtype=torch.bool, device=device), block_size=K,
-                              mask_token_id=MASK_TOKEN_ID, gamma=default_gamma(K))
+        keep_1A = torch.ones_like(anchors_1A, dtype=torch.bool)
+        blocks = build_blocks(placed, anchors_1A.to(device), keep_1A.to(device), block_size=K, mask_token_id=MASK_TOKEN_ID,
+                              gamma=default_gamma(K))
         hidden = forward(drafter, target, placed, Features(features.values_BSF[b : b + 1]), blocks)
         guess_AK = target.head.logits(hidden.view(-1, K, hidden.shape[-1])[:, 1:]).argmax(-1)
         reach_AK = blocks.weights_BAK[0, :, 1:] > 0
@@ -135,7 +137,9 @@ def walked_tau(drafter: Drafter, target: Target, rows: TokenRows, features: Feat
     return tokens / forwards
 
 
-def train(variant: Variant, target: Target, shape: DrafterShape, rows: TokenRows, features: Features) -> tuple[Drafter, list[float]]:
+def train(
+    variant: Variant, target: Target, shape: DrafterShape, rows: TokenRows, features: Features
+) -> tuple[Drafter, list[float]]:
     """Train one variant; the drafter and its losses."""
     device, config = features.values_BSF.device, OptimizerConfig(**variant.optimizer)
     drafter = Drafter(shape, dense_attention)
@@ -150,8 +154,9 @@ def train(variant: Variant, target: Target, shape: DrafterShape, rows: TokenRows
             order, epoch = draw.permutation(len(rows.row_ids_B)).tolist(), epoch + 1
         index, order = order[: variant.rows], order[variant.rows :]
         some_rows = some(rows, index)
-        anchors_BA, keep_BA, _ = draw_anchors(some_rows, per_row=variant.blocks // variant.rows, document_floor=8, seed=variant.seed,
-                                              epochs_B=[epoch] * variant.rows)
+        anchors_BA, keep_BA, _ = draw_anchors(
+            some_rows, per_row=variant.blocks // variant.rows, document_floor=8, seed=variant.seed, epochs_B=[epoch] * variant.rows
+        )
         some_rows = some_rows.to(device)
         blocks = build_blocks(some_rows, anchors_BA.to(device), keep_BA.to(device), block_size=shape.block_size,
                               mask_token_id=MASK_TOKEN_ID, gamma=default_gamma(shape.block_size))
@@ -203,11 +208,14 @@ def main() -> None:
         supervised = int(rows.loss_mask_BS.sum())
         with torch.autocast(device.type, dtype=torch.bfloat16):
             tau = walked_tau(drafter, target, *scored)
-        results[name] = {"tau": round(tau, 3), "first_loss": round(losses[0], 2), "last_loss": round(float(np.mean(losses[-20:])), 2),
-                         "passes": round(variant.steps * variant.blocks / supervised, 2), "supervised_tokens": supervised,
-                         "seconds": round(time.monotonic() - began, 1)}
+        results[name] = {
+            "tau": round(tau, 3), "first_loss": round(losses[0], 2), "last_loss": round(float(np.mean(losses[-20:])), 2),
+            "passes": round(variant.steps * variant.blocks / supervised, 2), "supervised_tokens": supervised,
+            "seconds": round(time.monotonic() - began, 1),
+        }
         print(f"{name:24s} {json.dumps(results[name])}", flush=True)
-    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "heldout_prompts": 48, "results": results}))
+    where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "heldout_prompts": 48}
+    print(json.dumps({**where, "results": results}))
 
 
 if __name__ == "__main__":
