@@ -7,9 +7,10 @@ import pytest
 import torch
 from overfit import overfit_drafter, random_drafter
 from torch import Tensor
-from toys import MASK, VOCAB, toy_shape
+from toys import MASK, VOCAB, rows_of, toy_shape
 
 from outrider.errors import UserError
+from outrider.features.capture import capture
 from outrider.features.target import Target
 from outrider.model.drafter import ContextCache, Drafter
 from outrider.verify import decode
@@ -122,6 +123,28 @@ def test_cycles_stream_the_text_as_it_grows(toy_target: ToyTarget, monkeypatch: 
     cycles = list(speculate_cycles(target, drafter, prompt, greedy(10)))
     assert [(list(c.accepted), c.bonus, c.drafted) for c in cycles] == [
         ([], truth[0], 0), (truth[1:3], truth[3], 3), ([], truth[4], 3), (truth[5:8], truth[8], 3), (truth[9:10], None, 1)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "sliding"])
+def test_context_is_the_features_of_what_was_kept(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Cycle by cycle, the context fed so far is the target's features of all tokens before the anchor, and of no other."""
+    target, drafter, prompt, fed = toy_target(kind), random_drafter(toy_shape(), seed=3), PROMPTS[1], []
+    truth = target_alone(target, prompt, greedy(20)).tokens
+    script_drafts(monkeypatch, prompt, truth, [1, 0, 2, 3, 0, 1])
+    scripted = decode.draft_block
+
+    def draft(target: Target, drafter: Drafter, anchor: int, new: Tensor, cache: ContextCache, *, slots: int) -> Tensor:
+        fed.append(new)
+        logits = scripted(target, drafter, anchor, new, cache, slots=slots)
+        assert cache.length == sum(part.shape[1] for part in fed)
+        return logits
+
+    monkeypatch.setattr(decode, "draft_block", draft)
+    speculate(target, drafter, prompt, greedy(20))
+    seen = torch.cat(fed, dim=1)
+    rows = rows_of([[[*prompt, *truth][: seen.shape[1]]]], length=seen.shape[1])
+    # float32 rounding of forwards over other widths, on features of size 1 to 30
+    torch.testing.assert_close(seen, capture(target, rows, drafter.shape.target_layer_ids).values_BSF, atol=1e-4, rtol=1e-4)
 
 
 def test_an_overfit_drafter_is_accepted_by_whole_blocks(toy_target: ToyTarget) -> None:

@@ -12,15 +12,15 @@ from outrider.verify.decode import speculate, target_alone
 from outrider.verify.rollback import TargetReader
 from outrider.verify.sampling import DecodeOptions, warp
 
-PROMPT, N = [5, 6, 7], 400
+PROMPT, N = [5, 6, 7], 150
 
 
 def sampled(seed: int) -> DecodeOptions:
-    return DecodeOptions(max_new_tokens=3, stop_ids=(), temperature=1.5, top_p=1.0, top_k=3, seed=seed)
+    return DecodeOptions(max_new_tokens=3, stop_ids=(), temperature=1.5, top_p=1.0, top_k=2, seed=seed)
 
 
 def test_three_tokens_of_real_models_follow_the_target(toy_target: Callable[..., Target]) -> None:
-    """27 texts, enumerated by the target alone; the second and third token come from a draft or its replacement."""
+    """Eight texts, enumerated by the target alone; the second and third token come from a draft or its replacement."""
     target, drafter = toy_target("llama", layers=6), random_drafter(toy_shape(), seed=3)
 
     def following(prefix: list[int]) -> dict[int, float]:
@@ -30,12 +30,12 @@ def test_three_tokens_of_real_models_follow_the_target(toy_target: Callable[...,
 
     chance = {(a, b, c): p * q * r for a, p in following([]).items() for b, q in following([a]).items()
               for c, r in following([a, b]).items()}
-    assert len(chance) == 27
+    assert len(chance) == 8
     for decode in (lambda o: speculate(target, drafter, PROMPT, o), lambda o: target_alone(target, PROMPT, o)):
         counts = Counter(tuple(decode(sampled(seed)).tokens) for seed in range(N))
         assert set(counts) <= set(chance)
         statistic = sum((counts[text] - N * p) ** 2 / (N * p) for text, p in chance.items())
-        assert float(torch.special.gammaincc(torch.tensor(13.0), torch.tensor(statistic / 2))) > 1e-3
+        assert float(torch.special.gammaincc(torch.tensor(3.5), torch.tensor(statistic / 2))) > 1e-3
 
 
 def test_the_same_seed_gives_the_same_text(toy_target: Callable[..., Target]) -> None:
