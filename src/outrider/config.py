@@ -88,6 +88,8 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """One optimizer step takes `rows_per_batch * accumulation` rows. `steps` overrides `epochs` when given.
 
+    `attention`: "dense" is the reference on any device, "fused" the compiled road on a CUDA device; derived from `device` when
+    left out. `activation_budget`: on the fused road, the share of activations kept for the backward, the rest made again.
     `keep_features` holds the target's features of all rows in host memory after the first epoch. `accept_every`: steps between
     measurements of the real accepted length on `data.heldout`, greedy, `accept_prompts` prompts of `accept_tokens` tokens.
     """
@@ -95,6 +97,8 @@ class TrainConfig(Section):
     folder: Place
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
     device: str = "cpu"
+    attention: Literal["dense", "fused"] | None = None
+    activation_budget: Annotated[Real, Field(gt=0, le=1)] = 1.0
     precision: DType = "bfloat16"
     epochs: Positive = 6
     steps: Positive | None = None

@@ -55,7 +55,7 @@ def test_everything_is_derived_and_reported(facts: TargetFacts) -> None:
     assert resolved.derived == {
         "drafter.target_layer_ids": (1, 3), "drafter.intermediate_size": 48, "drafter.num_heads": 4, "drafter.num_kv_heads": 2,
         "drafter.head_dim": 16, "drafter.rope_theta": 10000.0, "drafter.layer_types": ("full_attention",) * 3,
-        "objective.gamma": 7.0,
+        "objective.gamma": 7.0, "train.attention": "dense",
     }
     shape = resolved.shape
     assert (shape.hidden_size, shape.vocab_size, shape.num_target_layers, shape.target_layer_ids) == (32, VOCAB, 6, (1, 3))

@@ -11,7 +11,7 @@ from toys import MASK, noise, random_rows, toy_shape
 
 from outrider.config import OptimizerConfig
 from outrider.features.capture import FeatureSource, capture
-from outrider.features.target import Target
+from outrider.features.target import DTYPES, Target
 from outrider.layout import mask as mask_module
 from outrider.layout.anchors import draw_anchors
 from outrider.layout.blocks import build_blocks
@@ -22,6 +22,7 @@ from outrider.records import DraftBlocks, DrafterShape, Features, LossTerms, Tok
 from outrider.train import step as step_module
 from outrider.train.meter import Stopwatch
 from outrider.train.optim import build_optimizer
+from outrider.train.roads import DenseRoad
 from outrider.train.step import MicroBatch, drafter_terms, run_step
 
 ToyTarget = Callable[..., Target]
@@ -46,8 +47,8 @@ def step(drafter: Drafter, target: Target, batches: list[MicroBatch], *, precisi
          clip_norm: float = 1.0) -> tuple[LossTerms, Tensor]:
     optimizer = build_optimizer(drafter, OptimizerConfig(learning_rate=learning_rate))
     source = FeatureSource(target, drafter.shape.target_layer_ids, keep=False)
-    return run_step(drafter, source, optimizer, batches, precision=precision, clip_norm=clip_norm, logits_bytes=LOGITS_BYTES,
-                    watch=Stopwatch())
+    road = DenseRoad(drafter, dtype=DTYPES[precision])
+    return run_step(road, source, optimizer, batches, clip_norm=clip_norm, logits_bytes=LOGITS_BYTES, watch=Stopwatch())
 
 
 def loss_of_block(drafter: Drafter, target: Target, batch: MicroBatch, values: Tensor, block: int) -> float:
@@ -56,7 +57,8 @@ def loss_of_block(drafter: Drafter, target: Target, batch: MicroBatch, values: T
     weights[0, block] = batch.blocks.weights_BAK[0, block]
     blocks = replace(batch.blocks, weights_BAK=weights)
     with torch.no_grad():
-        return float(drafter_terms(drafter, target, batch.rows, Features(values), blocks, logits_bytes=LOGITS_BYTES).loss_sum)
+        road = DenseRoad(drafter, dtype=torch.float32)
+        return float(drafter_terms(road, target, batch.rows, Features(values), blocks, logits_bytes=LOGITS_BYTES).loss_sum)
 
 
 def moved_by_noise(drafter: Drafter, target: Target, batch: MicroBatch) -> list[bool]:
@@ -134,7 +136,7 @@ def test_every_parameter_moves_under_bf16_and_masters_stay_fp32(toy_target: ToyT
     batches = [batch_of([[12]], seed=s, first_row=s, per_row=4, length=12) for s in range(5)]
     first = last = None
     for number in range(50):
-        terms, _ = run_step(drafter, source, optimizer, [batches[number % 5]], precision="bfloat16", clip_norm=1.0,
+        terms, _ = run_step(DenseRoad(drafter, dtype=torch.bfloat16), source, optimizer, [batches[number % 5]], clip_norm=1.0,
                             logits_bytes=LOGITS_BYTES, watch=Stopwatch())
         last = float(terms.loss_sum / terms.weight_sum)
         first = last if first is None else first

@@ -24,6 +24,7 @@ from outrider.train.checkpoint import Position, list_checkpoints, resume_checkpo
 from outrider.train.meter import Stopwatch, as_metrics, as_note, report_step
 from outrider.train.optim import build_optimizer, learning_rate_at
 from outrider.train.resolve import Resolved, resolve
+from outrider.train.roads import Road, open_road
 from outrider.train.step import MicroBatch, lay_out, run_step
 from outrider.train.tracker import Tracker, open_tracker
 
@@ -40,12 +41,16 @@ class Run:
     resolved: Resolved
     rows: PreparedRows
     source: FeatureSource
-    drafter: Drafter
+    road: Road
     optimizer: torch.optim.AdamW
     steps: int
     inputs: dict[str, str]
     position: Position
     tracker: Tracker
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.road.drafter
 
     @property
     def folder(self) -> Path:
@@ -101,7 +106,7 @@ def start(config: RunConfig, *, resume: bool) -> Run:
     per_step = settings.rows_per_batch * settings.accumulation
     steps = settings.steps or -(-settings.epochs * len(rows) // per_step)
     tracker = open_tracker(settings.tracker, settings.folder, first_step=position.step)
-    run = Run(resolved, rows, source, drafter, optimizer, steps, inputs, position, tracker)
+    run = Run(resolved, rows, source, open_road(drafter, settings), optimizer, steps, inputs, position, tracker)
     with explain_os_errors(settings.folder):
         settings.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(settings.folder / RESOLVED_NAME, lambda path: path.write_text(to_toml(resolved.config), encoding="utf-8"))
@@ -126,7 +131,7 @@ def _one_step(run: Run, step: int, bar: ProgressBar, last: dict[str, Any] | None
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     terms, norm = run_step(
-        run.drafter, run.source, run.optimizer, batches, precision=config.train.precision, clip_norm=config.optimizer.clip_norm,
+        run.road, run.source, run.optimizer, batches, clip_norm=config.optimizer.clip_norm,
         logits_bytes=config.objective.logits_mib * 2**20, watch=watch,
     )
     run.position = Position(step + 1, run.position.tau, run.position.tau_step)

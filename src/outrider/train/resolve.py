@@ -48,14 +48,18 @@ def resolve(config: RunConfig, facts: TargetFacts) -> Resolved:
         "layer_types": (FULL,) * drafter.num_layers if drafter.layer_types is None else drafter.layer_types,
     }
     gamma = config.objective.gamma or default_gamma(drafter.block_size)
+    attention = config.train.attention or ("fused" if config.train.device.startswith("cuda") else "dense")
     derived: dict[str, object] = {
         f"drafter.{key}": value for key, value in filled.items() if getattr(drafter, key) != value
     }
     if config.objective.gamma is None:
         derived["objective.gamma"] = gamma
+    if config.train.attention is None:
+        derived["train.attention"] = attention
     resolved = config.model_copy(update={
         "drafter": drafter.model_copy(update=filled),
         "objective": config.objective.model_copy(update={"gamma": gamma}),
+        "train": config.train.model_copy(update={"attention": attention}),
     })
     return Resolved(config=resolved, shape=_shape(resolved, facts), gamma=gamma, derived=derived)
 

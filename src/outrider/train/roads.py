@@ -8,6 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outrider.config import TrainConfig
+from outrider.errors import UserError
+from outrider.features.target import DTYPES
 from outrider.layout.block_mask import block_mask
 from outrider.layout.mask import dense_mask
 from outrider.model import tripwire
@@ -15,13 +18,16 @@ from outrider.model.drafter import Drafter
 from outrider.model.fused_attention import attention_for
 from outrider.model.fused_drafter import fused_copy
 from outrider.progress import say
-from outrider.records import SLIDING, DraftBlocks, DrafterShape, TokenRows
+from outrider.records import DraftBlocks, TokenRows
+from outrider.train.selftest import check_fused_attention, windows_of
 
 Embed = Callable[[Tensor], Tensor]  # token ids [...] to the target's embeddings [..., D]
 
 
 class Road(Protocol):
-    """How hidden states come about and how their gradients reach the drafter's parameters."""
+    """How hidden states come about and how their gradients reach the parameters of `drafter`, the fp32 masters."""
+
+    drafter: Drafter
 
     def begin(self) -> None:
         """Before the first micro-batch of a step: see the parameters' present values."""
@@ -102,6 +108,13 @@ class FusedRoad:
         self.fused.give_gradients(self.drafter)
 
 
-def windows_of(shape: DrafterShape) -> dict[str, int | None]:
-    """The window of each kind of layer that the drafter has; None for full attention."""
-    return {kind: shape.sliding_window if kind == SLIDING else None for kind in dict.fromkeys(shape.layer_types)}
+def open_road(drafter: Drafter, settings: TrainConfig) -> Road:
+    """The road that `train.attention` names. The fused one is checked against float64 first. Raises UserError."""
+    dtype, device = DTYPES[settings.precision], drafter.norm.weight.device
+    if settings.attention == "dense":
+        return DenseRoad(drafter, dtype=dtype)
+    if device.type != "cuda":
+        raise UserError(f"train.attention = 'fused': needs a CUDA device, train.device is '{device}', whose kernels have no "
+                        "backward: use train.attention = 'dense'")
+    check_fused_attention(drafter.shape, attention_for(device, head_dim=drafter.shape.head_dim), dtype=dtype, device=device)
+    return FusedRoad(drafter, dtype=dtype, activation_budget=settings.activation_budget)

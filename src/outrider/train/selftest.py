@@ -16,8 +16,7 @@ from outrider.layout.blocks import build_blocks
 from outrider.layout.mask import dense_mask
 from outrider.model.attention import Attention
 from outrider.progress import say
-from outrider.records import DraftBlocks, DrafterShape, TokenRows
-from outrider.train.roads import windows_of
+from outrider.records import SLIDING, DraftBlocks, DrafterShape, TokenRows
 
 DOCUMENTS = (150, 37, 130)  # lengths in the row of 333 tokens: the rest is padding, and no length is a multiple of a tile
 ROW = 333
@@ -88,3 +87,8 @@ def exact_attention(
     weights = scores.masked_fill(~mask_BQN[:, None], float("-inf")).softmax(dim=-1)
     out = weights @ v.repeat_interleave(groups, dim=1)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), gradient_BHQC.double())
+
+
+def windows_of(shape: DrafterShape) -> dict[str, int | None]:
+    """The window of each kind of layer that the drafter has; None for full attention."""
+    return {kind: shape.sliding_window if kind == SLIDING else None for kind in dict.fromkeys(shape.layer_types)}

@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from outrider.features.capture import FeatureSource
-from outrider.features.target import DTYPES, Target
+from outrider.features.target import Target
 from outrider.layout.anchors import draw_anchors
 from outrider.layout.blocks import build_blocks
-from outrider.layout.mask import dense_mask
-from outrider.model.drafter import Drafter
 from outrider.objective.frozen_head import frozen_head_loss
-from outrider.records import SLIDING, DraftBlocks, Features, LossTerms, TokenRows
+from outrider.records import DraftBlocks, Features, LossTerms, TokenRows
 from outrider.train.meter import Stopwatch
 from outrider.train.resolve import Resolved
+from outrider.train.roads import Road
 
 
 @dataclass(frozen=True)
@@ -42,31 +41,16 @@ def lay_out(rows: TokenRows, resolved: Resolved, epochs_B: Sequence[int], device
 
 
 def drafter_terms(
-    drafter: Drafter, target: Target, rows: TokenRows, features: Features, blocks: DraftBlocks, *, logits_bytes: int
+    road: Road, target: Target, rows: TokenRows, features: Features, blocks: DraftBlocks, *, logits_bytes: int
 ) -> LossTerms:
-    """Forward the drafter over the blocks of the rows and score it, in the ambient autocast."""
-    B, A, K = blocks.noise_ids_BAK.shape
-    masks = {kind: dense_mask(rows, blocks, window=drafter.shape.sliding_window if kind == SLIDING else None)
-             for kind in set(drafter.shape.layer_types)}
-    hidden_BQD = drafter(
-        compute_dtype(target.embed(blocks.noise_ids_BAK.view(B, A * K)), drafter),
-        compute_dtype(features.values_BSF, drafter),
-        blocks.positions_BAK.view(B, A * K),
-        rows.positions_BS,
-        masks,
-    )
+    """Forward the drafter over the blocks of the rows and score it."""
+    hidden_BQD = road.hidden(target.embed, features.values_BSF, rows, blocks)
     return frozen_head_loss(hidden_BQD, blocks, target.head, budget_bytes=logits_bytes)
 
 
-def compute_dtype(x: Tensor, drafter: Drafter) -> Tensor:
-    """Inputs in autocast's dtype where it is on, else in the drafter's own."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else drafter.norm.weight.dtype)
-
-
 def run_step(
-    drafter: Drafter, source: FeatureSource, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch], *, precision: str,
-    clip_norm: float, logits_bytes: int, watch: Stopwatch,
+    road: Road, source: FeatureSource, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch], *, clip_norm: float,
+    logits_bytes: int, watch: Stopwatch,
 ) -> tuple[LossTerms, Tensor]:
     """One optimizer step: capture, forward, backward over all micro-batches, clip, update.
 
@@ -74,18 +58,19 @@ def run_step(
     divided by the step's total. Returns the summed terms and the gradient's norm before clipping. Raises FloatingPointError,
     with the parameters untouched, when the gradient is not finite.
     """
+    drafter = road.drafter
     optimizer.zero_grad(set_to_none=True)
+    road.begin()
     total_weight = torch.stack([batch.blocks.weights_BAK.sum() for batch in batches]).sum().clamp(min=1e-12)
     terms: LossTerms | None = None
     for batch in batches:
         with watch("capture"):
             features = source.features(batch.rows, drafter.norm.weight.device)
-        with watch("forward"), torch.autocast(
-            features.values_BSF.device.type, dtype=DTYPES[precision], enabled=precision != "float32"
-        ):
-            part = drafter_terms(drafter, source.target, batch.rows, features, batch.blocks, logits_bytes=logits_bytes)
+        with watch("forward"):
+            part = drafter_terms(road, source.target, batch.rows, features, batch.blocks, logits_bytes=logits_bytes)
         with watch("backward"):
             (part.loss_sum / total_weight).backward()
+            road.collect()
         terms = part.detach() if terms is None else terms + part.detach()
     assert terms is not None
     with watch("optimizer"):
