@@ -16,7 +16,7 @@ MakeRun = Callable[..., RunConfig]
 
 @pytest.fixture(scope="session")
 def toy_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 9 rows of 96 tokens: short conversations of two kinds, several to a row."""
+    """A few rows of 96 tokens: short conversations of two kinds, several to a row."""
     folder = tmp_path_factory.mktemp("rows")
     with (folder / "chats.jsonl").open("w", encoding="utf-8") as handle:
         for i in range(13):
