@@ -14,6 +14,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from outrider.errors import UserError
 from outrider.features.target import load_target
+from outrider.model.attention import rotary_table
 from outrider.model.drafter import Drafter
 from outrider.records import FULL, SLIDING, DrafterShape
 from outrider.train.checkpoint import Position, save_checkpoint
@@ -175,3 +176,13 @@ def test_a_target_that_scales_its_embedding_is_told(tmp_path: Path, toy_folder: 
     export(save_run(tmp_path / "run", random_drafter(toy_shape(), seed=0), target=tmp_path / "gemma"), tmp_path / "out", None)
     dflash = json.loads((tmp_path / "out" / CONFIG_NAME).read_text())["dflash_config"]
     assert (dflash["input_embedding_scale"], dflash["final_logit_softcapping"]) == (32**0.5, 30.0)
+
+
+def test_cos_and_sin_of_the_saved_config_are_those_of_training(
+    tmp_path: Path, toy_folder: ToyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter that turns by another angle than its config says drafts well here and nowhere else (04-pitfalls, 11)."""
+    run = save_run(tmp_path / "run", random_drafter(toy_shape(), seed=0), target=toy_folder("llama"))
+    monkeypatch.setattr(Drafter, "rotary", lambda self, positions_BX: rotary_table(positions_BX, self.shape.head_dim, 20000.0))
+    with pytest.raises(RuntimeError, match=r"cos and sin rebuilt from config.json differ"):
+        export(run, tmp_path / "out", None)
