@@ -14,7 +14,7 @@ B, A, S, D = 2, 5, 23, 32
 
 def make(layers: int, kv_heads: int, K: int) -> tuple[Drafter, FusedDrafter]:
     kinds = (FULL, SLIDING, FULL)[:layers]
-    window = 6 if SLIDING in kinds else None
+    window = K + 2 if SLIDING in kinds else None
     shape = DrafterShape(D, 48, layers, 4, kv_heads, 8, 1e-6, 1e4, 100, 512, K, 99, (1, 2), 5, True, kinds, window)
     drafter = Drafter(shape, dense_attention).double()
     with torch.no_grad():

@@ -150,7 +150,7 @@ class Drafter(nn.Module):
         x_BKD = noise_BKD
         for i, (layer, kind) in enumerate(self.typed_layers()):
             k, v = layer.self_attn.keys_values(context_BJD, context_rotary)
-            if start:
+            if len(cache.keys) > i:
                 k, v = torch.cat((cache.keys[i], k), dim=2), torch.cat((cache.values[i], v), dim=2)
                 cache.keys[i], cache.values[i] = k, v
             else:

@@ -13,11 +13,8 @@ def to_config(shape: DrafterShape, *, embedding_scale: float, softcap: float | N
     """The config: an allow-list, nothing is copied from the target (a leaked rotary field has cost others all acceptance).
 
     `embedding_scale` and `softcap` are the target's; loaders feed the raw embedding and read the raw head, so a target that
-    scales or caps them is written down. Raises UserError on a window that servers would apply inside the block.
+    scales or caps them is written down.
     """
-    if shape.sliding_window is not None and shape.sliding_window < shape.block_size:
-        raise UserError(f"drafter.sliding_window = {shape.sliding_window}: must be at least drafter.block_size = "
-                        f"{shape.block_size}, other loaders apply the window inside the block too")
     sliding = SLIDING in shape.layer_types
     return {
         "architectures": [ARCHITECTURE],
