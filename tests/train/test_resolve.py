@@ -64,7 +64,7 @@ def test_everything_is_derived_and_reported(facts: TargetFacts) -> None:
 
 def test_a_resolved_run_resolves_to_itself(facts: TargetFacts, tmp_path: Path) -> None:
     """What is saved with the run must mean the same run when it is read again."""
-    resolved = resolve(run_of(layer_types=["full_attention", "sliding_attention"], num_layers=2, sliding_window=9), facts)
+    resolved = resolve(run_of(layer_types=["full_attention", "sliding_attention"], num_layers=2, sliding_window=20), facts)
     path = tmp_path / "run.toml"
     path.write_text(to_toml(resolved.config), encoding="utf-8")
     again = resolve(load_run(path), facts)
