@@ -155,7 +155,8 @@ def train(
         index, order = order[: variant.rows], order[variant.rows :]
         some_rows = some(rows, index)
         anchors_BA, keep_BA, _ = draw_anchors(
-            some_rows, per_row=variant.blocks // variant.rows, document_floor=8, seed=variant.seed, epochs_B=[epoch] * variant.rows
+            some_rows, per_row=variant.blocks // variant.rows, document_floor=8, seed=variant.seed,
+            epochs_B=[epoch] * variant.rows,
         )
         some_rows = some_rows.to(device)
         blocks = build_blocks(some_rows, anchors_BA.to(device), keep_BA.to(device), block_size=shape.block_size,

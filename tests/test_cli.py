@@ -189,7 +189,9 @@ def test_damaged_checkpoint_and_export(road: tuple[Path, Path], tmp_path: Path, 
     assert "damaged" in refusal(capsys, "train", road[1] / "run.toml", "--set", f"train.folder={run}", "--resume")
 
 
-def test_output_places_that_cannot_be_written(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_places_that_cannot_be_written(
+    road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, folder = road
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     for words in (

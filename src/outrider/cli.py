@@ -19,7 +19,8 @@ from outrider.progress import say
 
 # torch and transformers take seconds to import and --help should not wait for them: the verbs import their rooms themselves.
 
-(UsageError,) = typer.BadParameter.__bases__  # click's, which newer releases of typer carry inside
+# What click raises for wrong words; newer releases of typer carry a click of their own inside.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(name="outrider", add_completion=False, rich_markup_mode=None,
                   help="Train DFlash drafters for your own language model, and measure how much faster it answers.")
@@ -85,7 +86,8 @@ def respond(
     DecodeOptions(max_new_tokens, stop_ids, temperature, top_p, top_k, seed)  # refuses what is out of range
     options = RespondOptions(
         target=target_digest(target), sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "dtype": dtype},
-        max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed, stop_token_ids=stop_ids, template_options={},
+        max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed,
+        stop_token_ids=stop_ids, template_options={},
     )
     answer = functools.partial(
         loaded.answer, max_new_tokens=max_new_tokens, stop_ids=stop_ids, temperature=temperature, top_p=top_p, top_k=top_k
@@ -114,7 +116,8 @@ def prepare(
     facts, tokenizer = read_facts(target), load_tokenizer(target)
     options = PrepareOptions(
         vocab_size=facts.vocab_size, row_length=row_length, supervise=supervise, on_bad_record=on_bad_record,
-        max_unsupervised_share=max_unsupervised_share, stop_token_ids=tuple(read_stop_ids(target, tokenizer)), template_options={},
+        max_unsupervised_share=max_unsupervised_share, stop_token_ids=tuple(read_stop_ids(target, tokenizer)),
+        template_options={},
     )
     return run(conversations, tokenizer=tokenizer, out=out, options=options)
 
@@ -278,7 +281,8 @@ def main() -> None:
     except UserError as error:
         say(f"error: {error}")
     except UsageError as error:
-        say(f"error: {error.format_message()[:-1]}: see {error.ctx.command_path if error.ctx else 'outrider'} --help")
+        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+        say(f"error: {message}: see {sys.argv[0].rsplit('/', 1)[-1]} {' '.join(sys.argv[1:2])} --help")
     except FloatingPointError as error:
         say(f"failed: {error}")
         sys.exit(1)

@@ -195,8 +195,8 @@ class DrafterShape:
             raise UserError(f"drafter.sliding_window = {self.sliding_window}: must be set exactly when drafter.layer_types has "
                             f"'{SLIDING}' layers")
         if self.sliding_window is not None and self.sliding_window < self.block_size:
-            raise UserError(f"drafter.sliding_window = {self.sliding_window}: must be at least drafter.block_size = {self.block_size}: "
-                            "servers apply the window inside the block too, where training does not")
+            raise UserError(f"drafter.sliding_window = {self.sliding_window}: must be at least drafter.block_size = "
+                            f"{self.block_size}: servers apply the window inside the block too, where training does not")
 
 
 def check_block_size(block_size: int) -> None:

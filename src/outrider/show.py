@@ -48,7 +48,8 @@ def show_evaluation(result: Mapping[str, Any]) -> None:
     console = Console()
     console.print(slot_table({"accepted, given all slots before": result["acceptance_by_slot"]}))
     conditions = result["conditions"]
-    rows = [("accepted length tau", f"{result['tau']:.3f} tokens per target forward (1 is no help, {conditions['block_size']} the ceiling)")]
+    rows = [("accepted length tau", f"{result['tau']:.3f} tokens per target forward (1 is no help, "
+                                    f"{conditions['block_size']} the ceiling)")]
     rows += [(f"  tau, {kind}", f"{tau:.3f}") for kind, tau in result.get("tau_by_kind", {}).items()]
     rows += [
         ("with the drafter", f"{result['tokens_per_s']:.1f} tokens/s"),

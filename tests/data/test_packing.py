@@ -9,7 +9,7 @@ from outrider.data.packing import build_row, has_anchor, pack, packing_order
 
 
 def oracle(lengths, row_length):
-    """Best fit in shuffled order, in plain loops: the row with the least room that still fits; the one free longest at that room."""
+    """Best fit in shuffled order, in plain loops: the least room that still fits; the one free longest at that room."""
     rows, room, since = [], [], []
     for clock, document in enumerate(packing_order(len(lengths))):
         fitting = [row for row in range(len(rows)) if room[row] >= lengths[document]]

@@ -111,7 +111,8 @@ def _download_rest(url: str, partial: Path) -> None:
         if answer.status != 206:  # the index does not resume: begin again
             have = 0
         total = have + int(answer.headers.get("Content-Length") or 0)
-        with partial.open("ab" if have else "wb") as handle, ProgressBar("fetch the target", total=total >> 20, unit="MiB") as bar:
+        bar = ProgressBar("fetch the target", total=total >> 20, unit="MiB")
+        with partial.open("ab" if have else "wb") as handle, bar:
             bar.skip(have >> 20)
             while chunk := answer.read(CHUNK):
                 handle.write(chunk)

@@ -3,16 +3,20 @@
 import random
 from collections.abc import Callable
 
-NAMES = ("Ada", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Ivy", "Jack", "Kate", "Leo", "Mia", "Noah", "Olga", "Paul")
+NAMES = ("Ada", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Ivy", "Jack", "Kate", "Leo", "Mia",
+         "Noah", "Olga", "Paul")
 THINGS = ("apples", "books", "coins", "marbles", "pencils", "stickers", "oranges", "stamps", "cards", "shells", "buttons", "eggs")
 TOPICS = ("fruits", "animals", "countries in Europe", "colors", "musical instruments", "vegetables", "sports", "tools", "planets",
           "kitchen items", "clothes", "trees", "birds", "kinds of weather", "school subjects", "flowers", "jobs", "big cities")
 ANIMALS = ("fox", "rabbit", "turtle", "owl", "bear", "mouse", "duck", "cat", "dog", "hedgehog", "squirrel", "frog")
 PLACES = ("forest", "village", "mountain", "river", "garden", "castle", "island", "farm", "desert", "lighthouse")
-FINDINGS = ("a golden key", "an old map", "a lost letter", "a shiny stone", "a small boat", "a broken clock", "a red kite", "a magic lamp")
+FINDINGS = ("a golden key", "an old map", "a lost letter", "a shiny stone", "a small boat", "a broken clock", "a red kite",
+            "a magic lamp")
 TASKS = (
-    ("adds {n} to a number", "add_{n}"), ("multiplies a number by {n}", "times_{n}"), ("subtracts {n} from a number", "minus_{n}"),
-    ("checks if a number is greater than {n}", "is_greater_than_{n}"), ("checks if a number is divisible by {n}", "divisible_by_{n}"),
+    ("adds {n} to a number", "add_{n}"), ("multiplies a number by {n}", "times_{n}"),
+    ("subtracts {n} from a number", "minus_{n}"),
+    ("checks if a number is greater than {n}", "is_greater_than_{n}"),
+    ("checks if a number is divisible by {n}", "divisible_by_{n}"),
     ("returns the first {n} items of a list", "first_{n}"), ("returns the last {n} items of a list", "last_{n}"),
     ("repeats a string {n} times", "repeat_{n}"), ("raises a number to the power of {n}", "power_{n}"),
 )

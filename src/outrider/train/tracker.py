@@ -31,7 +31,8 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UserError("train.tracker = 'tensorboard': tensorboard is not installed: pip install 'outrider[trackers]'") from error
+            raise UserError("train.tracker = 'tensorboard': tensorboard is not installed: "
+                            "pip install 'outrider[trackers]'") from error
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
     def log(self, line: dict[str, Any]) -> None:
