@@ -7,9 +7,18 @@ from rich.console import Console
 from rich.table import Table
 
 
+PLAIN_WIDTH = 130  # columns where stdout is no terminal and has no width of its own
+
+
+def wide_console() -> Console:
+    """Stdout, with its own width on a terminal and a fixed one in a pipe or file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+
+
 def show_result(result: Mapping[str, Any]) -> None:
     """A result's values, one a line; nested dictionaries are indented."""
-    console = Console()
+    console = wide_console()
     for line in _lines(result, indent=0):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -45,7 +54,7 @@ def _plain(value: Any) -> str:
 
 def show_evaluation(result: Mapping[str, Any]) -> None:
     """The accepted length, by slot and by kind, the walls of both sides, and whether the texts are the same."""
-    console = Console()
+    console = wide_console()
     console.print(slot_table({"accepted, given all slots before": result["acceptance_by_slot"]}))
     conditions = result["conditions"]
     rows = [("accepted length tau", f"{result['tau']:.3f} tokens per target forward (1 is no help, "

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from outrider import cli
@@ -20,7 +19,7 @@ from outrider.demo.target import MASK_TOKEN_ID, TARGET_NAME, build_target
 from outrider.features.target import load_target, load_tokenizer, read_facts
 from outrider.files import write_atomic, write_json
 from outrider.progress import ProgressBar, clock, say
-from outrider.show import identity, slot_table
+from outrider.show import identity, slot_table, wide_console
 from outrider.train.checkpoint import list_checkpoints
 from outrider.train.loop import build_drafter
 from outrider.train.resolve import resolve
@@ -182,7 +181,7 @@ def write_text(path: Path, text: str) -> None:
 
 def show_demo(result: dict[str, Any]) -> None:
     """The demo's closing table, on stdout."""
-    after, prepared, console = result["evaluate"], result["prepare"], Console()
+    after, prepared, console = result["evaluate"], result["prepare"], wide_console()
     console.print(slot_table({"before training": result["before"]["acceptance_by_slot"],
                               "after training": after["acceptance_by_slot"]}))
     table = Table(title="The road", title_justify="left", box=None, show_header=False, pad_edge=False)
