@@ -6,7 +6,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-
 PLAIN_WIDTH = 130  # columns where stdout is no terminal and has no width of its own
 
 
