@@ -18,7 +18,9 @@ from outrider.records import DraftBlocks, FrozenHead, LossTerms
 # Turns logits [R, V] into their gradient in place; returns the loss [R] float32 (nats) and whether the top-1 is the label [R].
 ScoreRows = Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
 
-CPU_TILE_BYTES = 2**23  # fp32 working tile of the elementwise part: small enough for the caches, few enough parallel regions
+# fp32 working tile of the elementwise part on a CPU: 8 MiB is the fastest on two idle cores, but each tile is 10 parallel
+# regions that wait for the slower core, and beside another process it took twice as long (bench/results/loss.md)
+CPU_TILE_BYTES = 2**25
 
 
 def frozen_head_loss(hidden_BQD: Tensor, blocks: DraftBlocks, head: FrozenHead, *, budget_bytes: int) -> LossTerms:
@@ -102,7 +104,7 @@ def _scorer(device: torch.device) -> ScoreRows:
 
 
 def score_rows_cpu(logits_RV: Tensor, labels_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """ScoreRows in tiles of rows that stay in the caches: several passes over [R, V] cost one trip to memory."""
+    """ScoreRows in tiles of rows, so that the several passes over [R, V] in fp32 need a bounded buffer and mostly meet caches."""
     R, V = logits_RV.shape
     loss_R = torch.empty(R)
     right_R = torch.empty(R, dtype=torch.bool)

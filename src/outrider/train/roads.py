@@ -79,6 +79,7 @@ class FusedRoad:
         # the normed inputs and silu(gate) * up, 430 of 1,390 MiB a layer in the born-from case
         self.partition = {"ban_recompute_materialized_backward": False, "activation_memory_budget": activation_budget}
         self._compiled_for: set[tuple[int, ...]] = set()
+        self._forward_compiled: float | None = None
 
     def begin(self) -> None:
         self.fused.take_weights(self.drafter)
@@ -101,10 +102,14 @@ class FusedRoad:
         with torch._functorch.config.patch(self.partition):
             hidden_BQD: Tensor = self.fused(*inputs, masks)
         self._compiled_for.add((B, A, S))
-        say(f"compiled the drafter in {time.perf_counter() - began:.1f} s")
+        self._forward_compiled = time.perf_counter()
+        say(f"compiled the drafter's forward in {self._forward_compiled - began:.1f} s")
         return hidden_BQD
 
     def collect(self) -> None:
+        if self._forward_compiled is not None:  # the backward compiles inside autograd, on the host, before this line
+            say(f"compiled the drafter's backward in {time.perf_counter() - self._forward_compiled:.1f} s, loss included")
+            self._forward_compiled = None
         self.fused.give_gradients(self.drafter)
 
 
