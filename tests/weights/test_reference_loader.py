@@ -11,9 +11,10 @@ import torch
 from overfit import overfit_drafter, random_drafter
 from toys import VOCAB, noise, toy_shape
 
-from outrider.features.target import Target, load_target
+from outrider.data.prompts import read_prompts
+from outrider.features.target import Target, load_target, load_tokenizer
 from outrider.model.drafter import ContextCache, Drafter
-from outrider.records import FULL, SLIDING, DrafterShape
+from outrider.records import FULL, SLIDING
 from outrider.verify.decode import speculate, target_alone
 from outrider.verify.sampling import DecodeOptions
 from outrider.weights.export import write_published
@@ -33,11 +34,15 @@ SHAPES = {
 
 def both(folder: Path, drafter: Drafter) -> tuple[Drafter, Any]:
     """Our loader's and the reference package's model of one exported folder, float32."""
+    write_published(folder, drafter, to_config(drafter.shape, embedding_scale=1.0, softcap=None))
+    return open_drafter(folder, dtype="float32", device="cpu"), their_model(folder)
+
+
+def their_model(folder: Path) -> Any:
+    """The reference package's model of an exported folder, float32."""
     from dflash import DFlashDraftModel
 
-    write_published(folder, drafter, to_config(drafter.shape, embedding_scale=1.0, softcap=None))
-    theirs = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    return open_drafter(folder, dtype="float32", device="cpu"), theirs
+    return DFlashDraftModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
 
 def their_text(
@@ -87,28 +92,25 @@ def test_the_same_text_and_accepted_lengths(tmp_path: Path, toy_target: Callable
     assert len(set(lengths)) >= 3, "the drafter must be right sometimes and wrong sometimes, or this compares nothing"
 
 
-def smollm2_shape(target: Target) -> DrafterShape:
-    facts = target.facts
-    return DrafterShape(
-        hidden_size=facts.hidden_size, intermediate_size=facts.intermediate_size, num_layers=2, num_heads=facts.num_heads,
-        num_kv_heads=facts.num_kv_heads, head_dim=facts.head_dim, rms_norm_eps=facts.rms_norm_eps, rope_theta=facts.rope_theta,
-        vocab_size=facts.vocab_size, max_position_embeddings=facts.max_position_embeddings, block_size=8, mask_token_id=3,
-        target_layer_ids=(1, 8, 14, 20, 27), num_target_layers=facts.num_layers, tie_word_embeddings=facts.tie_word_embeddings,
-        layer_types=(FULL, FULL), sliding_window=None,
-    )
-
-
-@pytest.mark.skipif("OUTRIDER_DEMO_TARGET" not in os.environ, reason="OUTRIDER_DEMO_TARGET names no target folder")
-def test_the_same_on_the_demo_target(tmp_path: Path) -> None:
-    target = load_target(os.environ["OUTRIDER_DEMO_TARGET"], dtype="float32", device="cpu")
-    prompt = torch.randint(5, 4000, (12,), generator=torch.Generator().manual_seed(0)).tolist()
-    ours, theirs = both(tmp_path, random_drafter(smollm2_shape(target), seed=0))
-    features = noise(1, 20, 5 * target.facts.hidden_size, seed=1)
-    block = target.embed(torch.tensor([[7] + [3] * 7]))
-    expected = theirs(position_ids=torch.arange(28)[None], noise_embedding=block, target_hidden=features)
+@pytest.mark.skipif("OUTRIDER_DEMO" not in os.environ, reason="OUTRIDER_DEMO names no folder of a finished demo")
+def test_the_same_on_the_demo() -> None:
+    """The real target and the drafter trained for it: hidden states, greedy text and accepted lengths on held-out prompts."""
+    folder = Path(os.environ["OUTRIDER_DEMO"])
+    target = load_target(str(folder / "target"), dtype="float32", device="cpu")
+    ours = open_drafter(folder / "drafter", dtype="float32", device="cpu")
+    theirs = their_model(folder / "drafter")
+    shape = ours.shape
+    features = noise(1, 20, len(shape.target_layer_ids) * shape.hidden_size, seed=1)
+    block = target.embed(torch.tensor([[7] + [shape.mask_token_id] * (shape.block_size - 1)]))
+    expected = theirs(position_ids=torch.arange(20 + shape.block_size)[None], noise_embedding=block, target_hidden=features)
     torch.testing.assert_close(ours.draft(block, features, ContextCache()), expected, atol=1e-4, rtol=1e-4)
-    decoded = speculate(target, ours, prompt, DecodeOptions.greedy(max_new_tokens=24, stop_ids=(2,)))
-    assert (decoded.tokens, decoded.acceptance_lengths) == their_text(target, theirs, prompt, 24, [2])
+    tokenizer = load_tokenizer(str(folder / "target"))
+    lengths = []
+    for prompt in read_prompts(folder / "heldout.jsonl", tokenizer, template_options={})[:8]:
+        decoded = speculate(target, ours, prompt.ids, DecodeOptions.greedy(max_new_tokens=48, stop_ids=(2,)))
+        assert (decoded.tokens, decoded.acceptance_lengths) == their_text(target, theirs, prompt.ids, 48, [2])
+        lengths += decoded.acceptance_lengths
+    assert len(set(lengths)) >= 4, "a trained drafter is right to many lengths"
 
 
 def test_the_toys_vocabulary_is_the_configs(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from outrider.verify.score import count_acceptance
 
 TRAIN_PROMPTS, HELDOUT_PROMPTS = 360, 16
 TRAIN_SEED, HELDOUT_SEED = 2, 1
-ANSWER_TOKENS, ANSWER_BATCH, EVALUATE_TOKENS = 96, 48, 64
+ANSWER_TOKENS, ANSWER_BATCH, EVALUATE_TOKENS = 96, 48, 48
 ROW_LENGTH = 1024
 RUN_FILE = """\
 # The demo's run: a 2-layer drafter, blocks of 8, on the target's own answers. See bench/results/recipe.md for the choices.
@@ -55,11 +55,11 @@ learning_rate = 1e-3
 [train]
 folder = "{folder}/run"
 precision = "{dtype}"
-steps = 600
+steps = 480
 keep_features = true
 log_every = 10
-checkpoint_every = 200
-accept_every = 300
+checkpoint_every = 160
+accept_every = 240
 accept_prompts = 8
 accept_tokens = 48
 """
