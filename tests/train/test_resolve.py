@@ -89,3 +89,10 @@ def test_what_does_not_fit_is_refused(facts: TargetFacts, drafter: dict[str, obj
 def test_only_the_allowed_things_come_from_the_target(facts: TargetFacts) -> None:
     """Fields of the target that are no drafter's business (kinds of its layers) do not change the shape."""
     assert resolve(run_of(), replace(facts, layer_kinds=("linear_attention",) * 6)).shape == resolve(run_of(), facts).shape
+
+
+@pytest.mark.parametrize(("device", "attention"), [("cpu", "dense"), ("cuda", "fused"), ("cuda:1", "fused")])
+def test_the_road_follows_the_device_and_is_reported(facts: TargetFacts, device: str, attention: str) -> None:
+    config = run_of(num_layers=2)
+    resolved = resolve(config.model_copy(update={"train": config.train.model_copy(update={"device": device})}), facts)
+    assert resolved.config.train.attention == resolved.derived["train.attention"] == attention
