@@ -79,7 +79,7 @@ def identity(result: Mapping[str, Any]) -> str:
     if result["identical"] is None:
         return "not compared: sampled texts differ by chance"
     if result["identical"]:
-        return f"yes, token for token, all {result['tokens']:,} tokens compared"
+        return f"yes, token for token, in all {result['conditions']['prompts']} prompts"
     first = result["first_difference"]
     return f"NO: first at prompt {first['prompt']}, token {first['position']} ({first['kind']}, logit gap {first['gap']:.2g})"
 
