@@ -81,7 +81,8 @@ def identity(result: Mapping[str, Any]) -> str:
     if result["identical"]:
         return f"yes, token for token, in all {result['conditions']['prompts']} prompts"
     first = result["first_difference"]
-    return f"NO: first at prompt {first['prompt']}, token {first['position']} ({first['kind']}, logit gap {first['gap']:.2g})"
+    what = "at a tie of rounding" if first["kind"] == "tie" else "NOT A TIE"
+    return f"no: first difference at prompt {first['prompt']}, token {first['position']}, {what} (logit gap {first['gap']:.2g})"
 
 
 def slot_table(acceptance: Mapping[str, Sequence[float]]) -> Table:
