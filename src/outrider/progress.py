@@ -2,10 +2,12 @@
 
 import sys
 import time
+from collections.abc import Iterable
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 PLAIN_LINE_EVERY_S = 5.0
 
@@ -23,6 +25,17 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+class _BarWithNote(Progress):
+    """A bar, and a note on the line below it."""
+
+    note = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.note:
+            yield Text(self.note, style="dim")
+
+
 class ProgressBar:
     """A bar on a terminal, otherwise a plain line every few seconds; both on stderr, both with the time left.
 
@@ -35,7 +48,7 @@ class ProgressBar:
         self.note = ""
         self._skipped = 0
         self._started = self._last_line = time.monotonic()
-        self._bar: Progress | None = None
+        self._bar: _BarWithNote | None = None
 
     def __enter__(self) -> "ProgressBar":
         console = Console(stderr=True)
@@ -43,10 +56,10 @@ class ProgressBar:
         if console.is_terminal:
             columns = (
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(self.unit),
-                TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
             )
-            self._bar = Progress(*columns, console=console)
-            self._task = self._bar.add_task(self.label, total=self.total, note="")
+            self._bar = _BarWithNote(*columns, console=console)
+            self._task = self._bar.add_task(self.label, total=self.total)
             self._bar.start()
         return self
 
@@ -58,11 +71,12 @@ class ProgressBar:
             self._bar.update(self._task, completed=self.done)
 
     def advance(self, amount: int, *, note: str = "") -> None:
-        """`amount` more units are done; `note` is shown beside the bar."""
+        """`amount` more units are done; `note` is shown with the bar."""
         self.done += amount
         self.note = note or self.note
         if self._bar is not None:
-            self._bar.update(self._task, advance=amount, note=self.note)
+            self._bar.note = self.note
+            self._bar.update(self._task, advance=amount)
             return
         now = time.monotonic()
         if now - self._last_line >= PLAIN_LINE_EVERY_S or self.done >= self.total:

@@ -54,7 +54,9 @@ def as_metrics(report: StepReport) -> dict[str, Any]:
 
 
 def as_note(report: StepReport) -> str:
-    """The report in a few words, for the progress line."""
+    """The report in one line, for the progress: every number that metrics.jsonl has of a step, slots in percent."""
     rate = report.supervised_tokens / max(sum(report.seconds.values()), 1e-9)
-    return (f"loss {report.loss:.3f}, slot 1 right {report.slot_accuracy[0]:.2f}, tau proxy {report.tau_proxy:.2f}, "
-            f"{rate:,.0f} supervised tok/s")
+    slots = " ".join(f"{100 * share:.0f}" for share in report.slot_accuracy)
+    parts = " ".join(f"{part} {seconds:.2f}" for part, seconds in report.seconds.items())
+    return (f"loss {report.loss:.3f}, right by slot {slots} %, tau proxy {report.tau_proxy:.2f}, {rate:,.0f} supervised tok/s, "
+            f"s: {parts}")
