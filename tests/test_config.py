@@ -74,7 +74,7 @@ def test_the_run_is_frozen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("setting", "sentence"), [
-    ("drafter.blocksize=8", "unknown key 'drafter.blocksize': did you mean 'block_size'?"),
+    ("drafter.blocksize=8", "unknown key 'drafter.blocksize': did you mean 'drafter.block_size'?"),
     ("optimiser.epsilon=1", "unknown key 'optimiser': did you mean 'optimizer'?"),
     ("train.learning_rate=1", "unknown key 'train.learning_rate': did you mean 'optimizer.learning_rate'?"),
     ("layout.zzz=1", "unknown key 'layout.zzz': known keys: anchors, document_floor"),

@@ -15,6 +15,7 @@ import typer
 from outrider import show
 from outrider.config import DType, load_run
 from outrider.errors import UserError
+from outrider.files import only_writer
 from outrider.progress import say
 
 # torch and transformers take seconds to import and --help should not wait for them: the verbs import their rooms themselves.
@@ -45,7 +46,11 @@ def verb(function: Callable[..., dict[str, Any]], display: Callable[[dict[str, A
     @functools.wraps(function)
     def command(**arguments: Any) -> None:
         print_json = arguments.pop("as_json")
-        result = function(**arguments)
+        try:
+            result = function(**arguments)
+        except KeyboardInterrupt:
+            say("interrupted: what was finished is kept; the same command goes on from there (train: with --resume)")
+            sys.exit(130)
         if print_json:
             print(json.dumps(result, default=str), flush=True)
         else:
@@ -84,15 +89,21 @@ def respond(
     tokenizer, loaded = load_tokenizer(target), load_target(target, dtype=_dtype(dtype), device=_device(device))
     stop_ids = tuple(loaded.stop_ids(tokenizer))
     DecodeOptions(max_new_tokens, stop_ids, temperature, top_p, top_k, seed)  # refuses what is out of range
+    positions = loaded.facts.max_position_embeddings
+    if max_new_tokens >= positions:
+        raise UserError(f"--max-new-tokens {max_new_tokens}: must leave room for a prompt in the target's {positions} "
+                        "positions: lower it")
     options = RespondOptions(
         target=target_digest(target), sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "dtype": dtype},
-        max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed,
+        max_prompt_tokens=min(max_prompt_tokens, positions - max_new_tokens),
+        max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed,
         stop_token_ids=stop_ids, template_options={},
     )
     answer = functools.partial(
         loaded.answer, max_new_tokens=max_new_tokens, stop_ids=stop_ids, temperature=temperature, top_p=top_p, top_k=top_k
     )
-    return run(prompts, answer=answer, tokenizer=tokenizer, out=out, options=options)
+    with only_writer(out):
+        return run(prompts, answer=answer, tokenizer=tokenizer, out=out, options=options)
 
 
 @verb
@@ -119,7 +130,8 @@ def prepare(
         max_unsupervised_share=max_unsupervised_share, stop_token_ids=tuple(read_stop_ids(target, tokenizer)),
         template_options={},
     )
-    return run(conversations, tokenizer=tokenizer, out=out, options=options)
+    with only_writer(out):
+        return run(conversations, tokenizer=tokenizer, out=out, options=options)
 
 
 @verb
@@ -135,7 +147,9 @@ def train(
     from outrider.train.loop import train as start
 
     config = load_run(run, settings or ())
-    return start(config, resume=resume, check=acceptance_check(config))
+    check = acceptance_check(config)
+    with only_writer(config.train.folder):
+        return start(config, resume=resume, check=check)
 
 
 def acceptance_check(config: Any) -> Any:
@@ -213,6 +227,8 @@ def generate(
     from outrider.verify.sampling import DecodeOptions
     from outrider.verify.stream import stream
 
+    if any(0xD800 <= ord(letter) <= 0xDFFF for letter in prompt):  # how Python holds bytes that were not text
+        raise UserError("prompt: is not UTF-8 text: give it in UTF-8")
     tokenizer = load_tokenizer(target)
     ids = prompt_ids(PromptLine("prompt", prompt, None, {}), chat_format(tokenizer, stop_token_ids=(), template_options={}))
     loaded, opened = _load_pair(target, drafter, dtype, device)
@@ -282,13 +298,15 @@ def main() -> None:
         say(f"error: {error}")
     except UsageError as error:
         message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-        say(f"error: {message}: see {sys.argv[0].rsplit('/', 1)[-1]} {' '.join(sys.argv[1:2])} --help")
+        verb = f" {sys.argv[1]}" if sys.argv[1] in {command.name for command in app.registered_commands} else ""
+        say(f"error: {message}: see outrider{verb} --help")
     except FloatingPointError as error:
         say(f"failed: {error}")
         sys.exit(1)
-    except (KeyboardInterrupt, typer.Abort):
-        say("interrupted")
-        sys.exit(130)
+    except OSError as error:  # a closed pipe, a full disk under stdout
+        say(f"failed: {error}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered for stdout cannot go there
+        sys.exit(1)
     except Exception:
         traceback.print_exc()
         sys.exit(1)

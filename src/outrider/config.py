@@ -42,7 +42,7 @@ class DrafterConfig(Section):
     """The drafter's architecture. What is left out is derived from the target, and printed."""
 
     num_layers: Positive = 5
-    block_size: Whole = 16
+    block_size: Annotated[Whole, Field(le=4096)] = 16
     mask_token_id: Whole
     target_layer_ids: tuple[Whole, ...] | None = None
     num_target_features: Positive = 5
@@ -58,8 +58,8 @@ class DrafterConfig(Section):
 class LayoutConfig(Section):
     """Anchors per row, and how many each document gets before the rest is shared in proportion."""
 
-    anchors: Positive = 512
-    document_floor: Annotated[Whole, Field(ge=0)] = 8
+    anchors: Annotated[Whole, Field(ge=1, le=2**20)] = 512
+    document_floor: Annotated[Whole, Field(ge=0, le=2**20)] = 8
 
 
 class ObjectiveConfig(Section):
@@ -132,7 +132,7 @@ def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
     Relative paths in the file are taken from the current folder, as on the command line.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: the run file is missing: check the path") from error
     except IsADirectoryError as error:
@@ -187,7 +187,7 @@ def _explain(detail: ErrorDetails) -> str:
         known = _known_keys(place[:-1])
         elsewhere = {key: f"{section}.{key}" for section in RunConfig.model_fields for key in _known_keys([section])}
         in_section, in_others = (difflib.get_close_matches(place[-1], keys, n=1) for keys in (known, elsewhere))
-        near = in_section or [elsewhere[key] for key in in_others]
+        near = [".".join([*place[:-1], key]) for key in in_section] or [elsewhere[key] for key in in_others]
         hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
         return f"unknown key '{name}': {hint}"
     if detail["type"] == "missing":

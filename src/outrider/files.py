@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -52,6 +53,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
         errno.ENOTDIR: "a part of this path is a file, not a folder: choose another path",
         errno.EEXIST: "a file is in the way of a folder: choose another path",
         errno.EISDIR: "it is a folder, not a file: choose another path",
+        errno.EBUSY: "it is in use as a mount point: choose a folder inside it",
         errno.ENAMETOOLONG: "the name is too long: choose a shorter one",
     }
     try:
@@ -75,8 +77,10 @@ def _os_error_number(error: Exception) -> int:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Give a temporary folder beside `folder`; when the body ends well, fsync every file and rename it into place.
 
-    An existing `folder` is replaced only then. When the body fails, or the process is killed, `folder` is as it was.
+    An existing `folder` is replaced only then, a symbolic link to one is followed. When the body fails, or the process is
+    killed, `folder` is as it was.
     """
+    folder = folder.resolve()
     with explain_os_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
@@ -85,6 +89,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             yield temporary
             for file in sorted(temporary.rglob("*")):
                 if file.is_file():
+                    file.chmod(0o644)  # some libraries make files that no server of another user could read
                     with file.open("rb+") as handle:
                         os.fsync(handle.fileno())
                 else:
@@ -95,8 +100,29 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             else:
                 temporary.rename(folder)
             sync_folder(folder.parent)
+        except UserError as error:  # a file below explained itself by a path that will be gone
+            raise UserError(str(error).replace(str(temporary), str(folder))) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Hold `path` (a file or folder to be written) against other processes, by a hidden lock file beside it.
+
+    Raises UserError when another process holds it. The lock ends with the process, however that ends.
+    """
+    path = path.resolve()
+    lock = path.with_name(f".{path.name}.lock")
+    with explain_os_errors(path):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = lock.open("w")
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{path}: another process is writing there: wait for it, stop it, or choose another place") from error
+        yield
 
 
 def _exchange(new: Path, old: Path) -> None:

@@ -109,7 +109,7 @@ class StepReport:
     tau_proxy: float
     gradient_norm: float
     learning_rate: float
-    supervised_tokens: int
+    supervised_slots: int
     anchors: int
     eligible: int
     seconds: dict[str, float]

@@ -168,8 +168,8 @@ def test_report_divides_once_and_survives_nothing() -> None:
     terms = plain_loss(hidden, blocks, head)
     report = report_step(terms, **settings)
     assert report.loss == pytest.approx(float(terms.loss_sum / terms.weight_sum))
-    assert report.supervised_tokens == int((blocks.weights_BAK > 0).sum())
+    assert report.supervised_slots == int((blocks.weights_BAK > 0).sum())
     assert report.tau_proxy == pytest.approx(1 + float(terms.run_sum / terms.block_count))
     assert len(report.slot_accuracy) == K - 1
     nothing = report_step(plain_loss(hidden, blocks_of(blocks.labels_BAK, 0 * blocks.weights_BAK), head), **settings)
-    assert (nothing.loss, nothing.tau_proxy, nothing.supervised_tokens, nothing.slot_accuracy) == (0.0, 1.0, 0, [0.0] * (K - 1))
+    assert (nothing.loss, nothing.tau_proxy, nothing.supervised_slots, nothing.slot_accuracy) == (0.0, 1.0, 0, [0.0] * (K - 1))

@@ -39,7 +39,7 @@ def metrics(run: RunConfig) -> list[dict[str, Any]]:
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k not in ("seconds", "supervised_tokens_per_s")} for line in lines]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "supervised_slots_per_s")} for line in lines]
 
 
 def final_tensors(run: RunConfig) -> dict[str, torch.Tensor]:
@@ -202,10 +202,10 @@ def test_result_has_the_keys_of_the_contract(make_run: MakeRun) -> None:
 def test_resolved_run_file_is_saved_and_reads_back(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run()
     train(run, resume=False, check=None)
-    saved = load_run(run.train.folder / "run.toml")
+    saved = load_run(run.train.folder / "resolved.toml")
     assert saved.drafter.num_heads == 4
     assert saved.objective.gamma == 2.0
-    assert load_run(run.train.folder / "run.toml") == saved
+    assert load_run(run.train.folder / "resolved.toml") == saved
     said = capsys.readouterr()
     assert "derived: drafter.num_heads = 4" in said.err
     assert "derived: objective.gamma = 2.0" in said.err

@@ -133,6 +133,9 @@ def parse_json(line: bytes, where: str) -> Any:
     except json.JSONDecodeError as error:
         raise RecordError(where, f"broken JSON ({error.msg} at column {error.colno}): each line must be one whole JSON object",
                           reason=BROKEN_JSON) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists thousands deep
+        raise RecordError(where, "broken JSON (a number too long or lists too deep to be read): each line must be one whole JSON "
+                          "object", reason=BROKEN_JSON) from error
 
 
 def _is_parquet(path: Path) -> bool:

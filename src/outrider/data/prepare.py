@@ -21,6 +21,8 @@ from outrider.progress import ProgressBar, say
 
 ON_BAD_RECORD = ("stop", "drop")
 
+MOST_ROW_LENGTH = 2**20  # beyond any target's positions; packing keeps a queue for each amount of room
+
 NOTHING_SUPERVISED = "nothing supervised"
 NO_PAIR = "no two neighbouring supervised tokens"
 LOST_TO_CLIPPING = "supervised tokens lost to clipping"
@@ -46,8 +48,9 @@ class PrepareOptions:
     template_options: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        if self.row_length < 2:
-            raise UserError(f"row_length = {self.row_length}: must be at least 2, an anchor and a token to draft")
+        if not 2 <= self.row_length <= MOST_ROW_LENGTH:
+            raise UserError(f"row_length = {self.row_length}: must be at least 2, an anchor and a token to draft, and at most "
+                            f"{MOST_ROW_LENGTH}")
         if self.supervise not in SUPERVISE:
             raise UserError(f"supervise = {self.supervise!r}: must be one of {', '.join(SUPERVISE)}")
         if self.on_bad_record not in ON_BAD_RECORD:

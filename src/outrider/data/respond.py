@@ -76,7 +76,7 @@ def respond(prompts: Path, *, answer: Answer, tokenizer: PreTrainedTokenizerBase
     lines = read_prompt_lines(prompts)
     ids, failed = _prompt_tokens(lines, chat, options)
     done = _open_answers(out, {"format": FORMAT, "prompts_sha256": sha256_file(prompts), "tokenizer": tokenizer_digest(tokenizer),
-                               **json.loads(json.dumps(asdict(options)))})
+                               **json.loads(json.dumps(asdict(options)))}, prompts=len(lines))
     reused = len(done)
     if reused:
         say(f"respond: {reused} answers are already in {out}: reused")
@@ -153,7 +153,7 @@ def _produced(record: Mapping[str, Any]) -> int:
     return sum(record["loss_mask"])
 
 
-def _open_answers(out: Path, identity: dict[str, Any]) -> dict[int, int]:
+def _open_answers(out: Path, identity: dict[str, Any], prompts: int) -> dict[int, int]:
     """Produced tokens of the answers already in `out`, by prompt number; begins a new file's `<out>.meta.json`.
 
     A last line that was cut off is removed. Raises UserError if another run began the file.
@@ -172,10 +172,10 @@ def _open_answers(out: Path, identity: dict[str, Any]) -> dict[int, int]:
     if other:
         raise UserError(f"{out}: was begun with other settings ({', '.join(other)}): name another file, or delete this one to "
                         "answer all prompts anew")
-    return _read_answers(out)
+    return _read_answers(out, prompts)
 
 
-def _read_answers(out: Path) -> dict[int, int]:
+def _read_answers(out: Path, prompts: int) -> dict[int, int]:
     done: dict[int, int] = {}
     with explain_os_errors(out), out.open("rb+") as handle:
         whole = 0
@@ -184,6 +184,8 @@ def _read_answers(out: Path) -> dict[int, int]:
                 break
             try:
                 record = json.loads(line)
+                if record["prompt_id"] in done or record["prompt_id"] not in range(prompts):
+                    raise ValueError("a prompt answered twice, or one that was not asked")
                 done[record["prompt_id"]] = _produced(record)
             except (ValueError, TypeError, KeyError) as error:
                 raise UserError(f"{out}:{number}: is not an answer that outrider respond wrote: delete that line, its prompt is "

@@ -27,6 +27,7 @@ def share_out(counts: Int64, total: int, floor: int) -> Int64:
     rest goes in proportion to the positions left, by largest remainder. The quotas sum to min(total, counts.sum()).
     """
     total = min(total, int(counts.sum()))
+    floor = min(floor, int(counts.max(initial=0)))  # above the largest count a floor says nothing more
     quotas = np.minimum(counts, floor)
     while quotas.sum() > total:  # more documents than anchors allow at this floor: lower the floor
         floor -= 1

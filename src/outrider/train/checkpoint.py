@@ -47,7 +47,7 @@ def save_checkpoint(
     """
     for name, weight in drafter.named_parameters():
         if not torch.isfinite(weight).all():
-            raise FloatingPointError(f"{name} is not finite: no checkpoint was written; the last one is intact")
+            raise FloatingPointError(f"{name} is not finite: no checkpoint was written, earlier ones are intact")
     folder = checkpoint_path(run_folder, position.step)
     with atomic_folder(folder) as temporary:
         save_file(dict(drafter.state_dict()), temporary / "drafter.safetensors")
@@ -98,9 +98,13 @@ def _read_state(folder: Path) -> dict[str, Any]:
 def load_shape(folder: Path) -> tuple[DrafterShape, str]:
     """The shape of a checkpoint's drafter and the target it was trained for. Raises UserError."""
     state = _read_state(folder)
-    shape = state["shape"]
-    return DrafterShape(**{**shape, "target_layer_ids": tuple(shape["target_layer_ids"]),
-                           "layer_types": tuple(shape["layer_types"])}), state["target"]
+    try:
+        shape = state["shape"]
+        return DrafterShape(**{**shape, "target_layer_ids": tuple(shape["target_layer_ids"]),
+                               "layer_types": tuple(shape["layer_types"])}), state["target"]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'state.json'}: the checkpoint's state lacks what describes its drafter ({error}): restore "
+                        "the file or use another checkpoint") from error
 
 
 def resume_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, *, inputs: dict[str, str]) -> Position:

@@ -29,7 +29,7 @@ from outrider.train.step import MicroBatch, lay_out, run_step
 from outrider.train.tracker import Tracker, open_tracker
 
 AcceptanceCheck = Callable[[Target, Drafter], AcceptReport]
-RESOLVED_NAME = "run.toml"
+RESOLVED_NAME, METRICS_NAME = "resolved.toml", "metrics.jsonl"
 FREE_TO_CHANGE = {"folder", "log_every", "checkpoint_every", "keep_checkpoints", "tracker", "accept_every", "accept_prompts",
                   "accept_tokens"}
 
@@ -175,14 +175,14 @@ def _save(run: Run) -> None:
 
 def _log(run: Run, line: dict[str, Any]) -> None:
     run.tracker.log(line)
-    path = run.folder / "metrics.jsonl"
+    path = run.folder / METRICS_NAME
     with explain_os_errors(path), path.open("a", encoding="utf-8") as handle:
         handle.write(json.dumps(line) + "\n")
 
 
 def _trim_metrics(folder: Path, step: int) -> None:
     """Drop the lines of steps after the checkpoint: they will be made again."""
-    path = folder / "metrics.jsonl"
+    path = folder / METRICS_NAME
     if path.exists():
         kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
         write_atomic(path, lambda temporary: temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8"))
@@ -200,6 +200,8 @@ def _check_folder(resolved: Resolved, checkpoints: list[Path], *, resume: bool) 
     if checkpoints and not resume:
         raise UserError(f"train.folder = '{folder}': already holds checkpoints of a run: add --resume to go on, or choose "
                         "another folder")
+    if not checkpoints and (folder / METRICS_NAME).exists() and not (folder / RESOLVED_NAME).exists():
+        raise UserError(f"train.folder = '{folder}': holds a {METRICS_NAME} that no run wrote: choose another folder")
     if resume and not checkpoints:
         raise UserError(f"train.folder = '{folder}': holds no checkpoint to resume from: leave out --resume to start")
     if resume:
@@ -218,6 +220,10 @@ def _check_data(resolved: Resolved, rows: PreparedRows) -> None:
     if rows.vocab_size != shape.vocab_size:
         raise UserError(f"data.rows = '{resolved.config.data.rows}': made for a vocabulary of {rows.vocab_size}, the target has "
                         f"{shape.vocab_size}: prepare them again with this target")
+    for name, size in (("layout.anchors", resolved.config.layout.anchors), ("drafter.block_size", shape.block_size)):
+        if size > rows.row_length:
+            raise UserError(f"{name} = {size}: must be at most the rows' length, {rows.row_length} tokens: lower it, or prepare "
+                            "longer rows")
     mask = shape.mask_token_id
     special = {tokenizer.pad_token_id: "pad", tokenizer.bos_token_id: "bos", tokenizer.eos_token_id: "eos",
                **dict.fromkeys(read_stop_ids(resolved.config.target.path, tokenizer), "eos")}
@@ -247,7 +253,7 @@ def _announce(run: Run) -> None:
     layout = run.resolved.config.layout
     per_step = run.resolved.config.train.rows_per_batch * run.resolved.config.train.accumulation
     say(f"drafter: {count_parameters(run.resolved.shape) / 1e6:.1f} M parameters; {len(run.rows)} rows of {run.rows.row_length} "
-        f"tokens; {run.steps} steps of {per_step} x {layout.anchors} blocks; free disk "
+        f"tokens; {run.steps} steps of up to {per_step} x {layout.anchors} blocks; free disk "
         f"{shutil.disk_usage(run.folder).free / 2**30:.0f} GiB")
 
 

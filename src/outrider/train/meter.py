@@ -38,7 +38,7 @@ def report_step(
         tau_proxy=1.0 + float(terms.run_sum / terms.block_count.clamp(min=1.0)),
         gradient_norm=gradient_norm,
         learning_rate=learning_rate,
-        supervised_tokens=int(sum(count_K)),
+        supervised_slots=int(sum(count_K)),
         anchors=anchors,
         eligible=eligible,
         seconds={part: round(value, 4) for part, value in seconds.items()},
@@ -48,15 +48,15 @@ def report_step(
 def as_metrics(report: StepReport) -> dict[str, Any]:
     """The report as one line of metrics.jsonl, tokens per second and anchor coverage included."""
     line = asdict(report)
-    line["supervised_tokens_per_s"] = round(report.supervised_tokens / max(sum(report.seconds.values()), 1e-9), 1)
+    line["supervised_slots_per_s"] = round(report.supervised_slots / max(sum(report.seconds.values()), 1e-9), 1)
     line["anchor_coverage"] = round(report.anchors / report.eligible, 4) if report.eligible else 0.0
     return line
 
 
 def as_note(report: StepReport) -> str:
     """The report in one line, for the progress: every number that metrics.jsonl has of a step, slots in percent."""
-    rate = report.supervised_tokens / max(sum(report.seconds.values()), 1e-9)
+    rate = report.supervised_slots / max(sum(report.seconds.values()), 1e-9)
     slots = " ".join(f"{100 * share:.0f}" for share in report.slot_accuracy)
     parts = " ".join(f"{part} {seconds:.2f}" for part, seconds in report.seconds.items())
-    return (f"loss {report.loss:.3f}, right by slot {slots} %, tau proxy {report.tau_proxy:.2f}, {rate:,.0f} supervised tok/s, "
+    return (f"loss {report.loss:.3f}, right by slot {slots} %, tau proxy {report.tau_proxy:.2f}, {rate:,.0f} supervised slots/s, "
             f"s: {parts}")

@@ -78,7 +78,7 @@ def run_step(
         if not torch.isfinite(norm):  # looked at before clipping, which would spread one NaN over all gradients
             bad = (n for n, p in drafter.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all())
             raise FloatingPointError(f"the gradient of {next(bad, 'all parameters together')} is not finite: lower "
-                                     "optimizer.learning_rate; the last checkpoint is intact")
+                                     "optimizer.learning_rate; no checkpoint holds it")
         torch.nn.utils.clip_grads_with_norm_(drafter.parameters(), clip_norm, norm)
         optimizer.step()
     return terms, norm

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from outrider.errors import UserError
 
+LEAST_TEMPERATURE = 1e-3  # logits of some hundreds, divided by less, leave what float32 can hold
+
 
 @dataclass(frozen=True)
 class DecodeOptions:
@@ -27,8 +29,8 @@ class DecodeOptions:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature = {self.temperature}: must be 0 (greedy) or a positive number")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < float("inf"):
+            raise UserError(f"temperature = {self.temperature}: must be 0 (greedy) or at least {LEAST_TEMPERATURE}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p = {self.top_p}: must be above 0 and at most 1 (1 keeps every token)")
         if self.top_k < 0:

@@ -124,7 +124,7 @@ def first_difference(
     """Where speculative and target-alone text first part, over all prompts, or None.
 
     `gap` is the difference of the two tokens' logits, from a forward of its own over the common text. `kind` is "tie" when it
-    is below `resolution`, what the target's precision resolves at the largest logit, else "error".
+    is at most `resolution`, what the target's precision resolves at the largest logit, else "error".
     A text that ends where the other goes on shows as token None, gap None and kind "error".
     """
     for i, (ours, theirs) in enumerate(zip(decoded, alone, strict=True)):
@@ -141,7 +141,7 @@ def first_difference(
         pair = logits[-1, [ours_token, theirs_token]].double()
         gap, resolved = float((pair[0] - pair[1]).abs()), resolution(float(logits[-1].abs().max()), target.dtype)
         return {**place, "speculative_token": ours_token, "target_token": theirs_token, "gap": gap, "resolution": resolved,
-                "kind": "tie" if gap < resolved else "error"}
+                "kind": "tie" if gap <= resolved else "error"}
     return None
 
 

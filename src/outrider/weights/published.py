@@ -67,6 +67,9 @@ def from_config(config: Any, *, where: str) -> DrafterShape:
     dflash = _Reader(reader.take("dflash_config", dict), f"{where}: dflash_config")
     layer_ids, layer_types = dflash.take("target_layer_ids", list), reader.take("layer_types", list)
     block_size, theta = reader.take("block_size", int), reader.number("rope_theta")
+    for key, values, kind in (("target_layer_ids", layer_ids, int), ("layer_types", layer_types, str)):
+        if not all(type(value) is kind for value in values):
+            raise UserError(f"{where}: {key} = {values!r}: must be a list of {kind.__name__}")
     expected = {
         "architectures": [ARCHITECTURE], "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta}, "use_sliding_window": SLIDING in layer_types,
@@ -119,6 +122,8 @@ class _Reader:
         value = self.values[key]
         if type(value) is not kind:
             raise UserError(f"{self.where}: {key} = {value!r}: must be of type {kind.__name__}")
+        if isinstance(value, int) and kind is int and value < (0 if key == "mask_token_id" else 1):
+            raise UserError(f"{self.where}: {key} = {value}: must be positive")
         return value
 
     def number(self, key: str) -> float:
