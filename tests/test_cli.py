@@ -227,3 +227,67 @@ def test_an_interrupted_answer_file_goes_on(road: tuple[Path, Path], tmp_path: P
     (tmp_path / "a.jsonl").write_bytes(whole.read_bytes()[:-40])
     assert result(capsys, *words)["reused"] == 7
     assert sorted((tmp_path / "a.jsonl").read_text().splitlines()) == sorted(whole.read_text().splitlines())
+
+
+@pytest.mark.parametrize(("setting", "words"), [
+    ("layout.anchors=129", ["layout.anchors = 129", "128"]),
+    ("layout.anchors=100000000000000", ["layout.anchors"]),
+    ("drafter.block_size=100000000000000000000000", ["drafter.block_size"]),
+    ("drafter.block_size=200", ["drafter.block_size = 200", "128"]),
+])
+def test_sizes_beyond_a_row(
+    road: tuple[Path, Path], tmp_path: Path, setting: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = refusal(capsys, "train", road[1] / "run.toml", "--set", f"train.folder={tmp_path / 'run'}", "--set", setting)
+    for word in words:
+        assert word in sentence
+
+
+def test_a_folder_with_metrics_of_something_else_is_left_alone(
+    road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("mine", encoding="utf-8")
+    assert "metrics.jsonl" in refusal(capsys, "train", road[1] / "run.toml", "--set", f"train.folder={tmp_path}")
+    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == "mine"
+
+
+def test_answers_that_were_not_asked_for_are_refused(
+    road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, folder = road
+    words = ("respond", folder / "prompts.jsonl", "--target", target, "--out", tmp_path / "a.jsonl", "--max-new-tokens", 24,
+             "--dtype", "float32")
+    shutil.copy(folder / "answers.jsonl.meta.json", tmp_path / "a.jsonl.meta.json")
+    lines = (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for wrong in (lines[0], json.dumps({**json.loads(lines[0]), "prompt_id": 999}) + "\n"):
+        (tmp_path / "a.jsonl").write_text("".join([*lines[:3], wrong]), encoding="utf-8")
+        assert "a.jsonl:4" in refusal(capsys, *words)
+
+
+@pytest.mark.parametrize(("words", "found"), [
+    (("--max-new-tokens", 2048), "2048 positions"),
+    (("--temperature", "1e-300"), "temperature = 1e-300"),
+])
+def test_answers_that_cannot_be_given(
+    road: tuple[Path, Path], tmp_path: Path, words: tuple[object, ...], found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, folder = road
+    out = tmp_path / "a.jsonl"
+    assert found in refusal(capsys, "respond", folder / "prompts.jsonl", "--target", target, "--out", out, *words)
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_prompt_that_is_not_text(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "UTF-8" in refusal(capsys, "generate", "\udcff\udcfe", "--target", road[0], "--drafter", tmp_path)
+
+
+def test_an_interrupt_says_so_and_exits_130(
+    road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.data.prepare.prepare", interrupted)
+    code, _, err = call(capsys, "prepare", road[1] / "answers.jsonl", "--target", road[0], "--out", tmp_path / "rows")
+    assert code == 130
+    assert "interrupted" in err

@@ -10,7 +10,16 @@ from faults import count_file_operations, fail_at
 
 from outrider import files
 from outrider.errors import UserError
-from outrider.files import atomic_folder, digest, explain_os_errors, read_json, sha256_file, write_atomic, write_json
+from outrider.files import (
+    atomic_folder,
+    digest,
+    explain_os_errors,
+    only_writer,
+    read_json,
+    sha256_file,
+    write_atomic,
+    write_json,
+)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -158,3 +167,40 @@ def test_digests(tmp_path: Path) -> None:
     assert digest({"a": 1, "b": [2]}) == digest({"b": [2], "a": 1}) != digest({"a": 1, "b": [3]})
     (tmp_path / "f").write_bytes(b"abc")
     assert sha256_file(tmp_path / "f") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    """flock belongs to the open file, so a second holder in this process is refused as one in another process is."""
+    with (
+        only_writer(tmp_path / "answers.jsonl"),
+        pytest.raises(UserError, match=r"answers.jsonl: another process is writing there"),
+        only_writer(tmp_path / "answers.jsonl"),
+    ):
+        pass
+    with only_writer(tmp_path / "answers.jsonl"):
+        pass
+
+
+def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with atomic_folder(tmp_path / "link") as temporary:
+        (temporary / "a").write_text("new", encoding="utf-8")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "a").read_text(encoding="utf-8") == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_files_of_an_atomic_folder_can_be_read_by_others(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "out") as temporary:
+        (temporary / "a").touch(mode=0o600)
+    assert (tmp_path / "out" / "a").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_full_disk_below_names_the_folder_that_was_asked_for(tmp_path: Path) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(UserError, match=r"disk is full") as refused, atomic_folder(tmp_path / "rows") as temporary:
+        write_atomic(temporary / "rows.json", full)
+    assert f"{tmp_path}/rows/rows.json" in str(refused.value)

@@ -7,7 +7,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from outrider.data.conversations import Chat, PromptResponse, Ready, RecordError, count_records, read_conversations
+from outrider.data.conversations import (
+    Chat,
+    PromptResponse,
+    Ready,
+    RecordError,
+    count_records,
+    parse_json,
+    read_conversations,
+)
 from outrider.errors import UserError
 
 GOOD = {"prompt": "a", "response": "b"}
@@ -146,3 +154,9 @@ def test_parquet_is_read_as_jsonl_is(tmp_path: Path):
     assert isinstance(ready, Ready)
     assert ready.input_ids.tolist() == [1, 2]
     assert count_records([path, path]) == 6
+
+
+@pytest.mark.parametrize("line", [b'{"prompt": ' + b"[" * 100_000, b'{"prompt": 1' + b"0" * 5000 + b"}"])
+def test_json_that_python_will_not_read_is_broken_json(line):
+    with pytest.raises(RecordError, match=r"^x.jsonl:1: broken JSON"):
+        parse_json(line, "x.jsonl:1")

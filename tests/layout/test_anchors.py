@@ -142,3 +142,8 @@ def test_no_eligible_position_is_legal() -> None:
     assert not anchors.any()
     assert not keep.any()
     assert eligible == 0
+
+
+def test_a_huge_floor_is_the_largest_count() -> None:
+    counts = np.array([5, 300, 2], dtype=np.int64)
+    assert share_out(counts, 100, 10**9).tolist() == share_out(counts, 100, 300).tolist()

@@ -173,3 +173,13 @@ def test_a_folder_that_is_not_there_or_holds_nothing(tmp_path: Path) -> None:
         open_drafter(tmp_path / "nothing", dtype="float32", device="cpu")
     with pytest.raises(UserError, match="holds no drafter"):
         open_drafter(tmp_path, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"num_key_value_heads": 0}, "num_key_value_heads = 0: must be positive"),
+    ({"layer_types": [["full_attention"], {}]}, "layer_types = "),
+    ({"dflash_config": {"block_size": 4, "mask_token_id": 3, "target_layer_ids": ["a", "b"]}}, "target_layer_ids = "),
+])
+def test_values_edited_by_hand_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        from_config({**config_of(toy_shape()), **change}, where="config.json")

@@ -202,10 +202,9 @@ def show_demo(result: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         "What this shows: the whole road works here, and the text is exactly the target's. What it cannot show: what a drafter "
-        "reaches. "
-        "Minutes of training on a few hundred narrow prompts give a low tau that does not carry over to other prompts, "
-        "and a "
-        "135M target is itself so cheap that drafting gains little or loses. Both change with a larger target and real data.",
+        "reaches. Minutes of training on a few hundred narrow prompts give a low tau that does not carry over to other prompts, "
+        "and a 135M target is itself so cheap that drafting gains little time or loses some. Both change with a larger target "
+        "and real data.",
         highlight=False,
     )
     console.print(f"Everything is in {result['folder']}; the drafter to serve is {result['export']['folder']}.", highlight=False)
