@@ -107,6 +107,7 @@ class PreparedRows:
         self._group_rows: int = self._file.metadata.row_group(0).num_rows  # as written; only the last group is shorter
         assert self._file.metadata.num_rows == self.num_rows, "the checksum holds, so the count must"
         self._groups: dict[int, list[npt.NDArray[Any]]] = {}
+        self._orders: dict[tuple[int, int], list[int]] = {}
 
     def __len__(self) -> int:
         return self.num_rows
@@ -120,9 +121,12 @@ class PreparedRows:
 
         Sorts the raw output of a Philox generator keyed by (seed, epoch), which no version of numpy changes.
         """
-        key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
-        order: list[int] = np.argsort(np.random.Philox(key=key).random_raw(self.num_rows), kind="stable").tolist()
-        return order
+        if (seed, epoch) not in self._orders:
+            key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
+            order = np.argsort(np.random.Philox(key=key).random_raw(self.num_rows), kind="stable").tolist()
+            newest = list(self._orders.items())[-1:]  # a micro-batch may stand across two epochs
+            self._orders = {**dict(newest), (seed, epoch): order}
+        return self._orders[seed, epoch]
 
     def batch(self, row_ids: list[int]) -> TokenRows:
         """The rows of these numbers as TokenRows [B, S] on the CPU."""
