@@ -179,6 +179,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         pass
     with only_writer(tmp_path / "answers.jsonl"):
         pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:

@@ -120,9 +120,14 @@ def only_writer(path: Path) -> Iterator[None]:
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock.exists() or lock.stat().st_ino != os.fstat(handle.fileno()).st_ino:
+                raise BlockingIOError  # whoever held it removed it just now
         except BlockingIOError as error:
             raise UserError(f"{path}: another process is writing there: wait for it, stop it, or choose another place") from error
-        yield
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)  # while it is still held
 
 
 def _exchange(new: Path, old: Path) -> None:
