@@ -288,7 +288,8 @@ def _device(name: str) -> str:
 
 def main() -> None:
     """Run the command line: exit code 0 on success, 2 on a user's mistake (one sentence), 1 on any other failure."""
-    # Threads of torch that wait should sleep, not spin: with other work on the cores, spinning made answers 8 times slower.
+    # Threads of torch that wait should sleep, not spin: beside other work spinning made answers 7 times slower; alone on the
+    # machine sleeping costs 18 % (bench/LOG.md), and who is alone can set ACTIVE.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below are for terminals, as ours are
