@@ -133,3 +133,14 @@ def test_every_key_has_one_home() -> None:
     """A key that stood in two sections would make "did you mean" and the derived values ambiguous."""
     keys = [key for section in RunConfig.model_fields.values() for key in section.annotation.model_fields]  # type: ignore[union-attr]
     assert len(keys) == len(set(keys))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "plain.toml").write_text("[target]\npath = 'x'\n", encoding="utf-8")
+    (tmp_path / "marked.toml").write_text("[target]\npath = 'x'\n", encoding="utf-8-sig")
+    refusals = []
+    for name in ("plain.toml", "marked.toml"):
+        with pytest.raises(UserError) as refused:
+            load_run(tmp_path / name)
+        refusals.append(str(refused.value).replace(name, "run.toml"))
+    assert refusals[0] == refusals[1]

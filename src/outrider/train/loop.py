@@ -162,7 +162,7 @@ def _micro_batch(run: Run, step: int, micro: int) -> MicroBatch:
 def _measure(run: Run, step: int, check: AcceptanceCheck) -> Position:
     report = check(run.source.target, run.drafter)
     _log(run, {"step": step, "tau": round(report.tau, 4), "acceptance_by_slot": report.acceptance_by_slot,
-                      "tokens": report.tokens, "forwards": report.forwards, "seconds": round(report.seconds, 2)})
+               "tokens": report.tokens, "forwards": report.forwards, "seconds": round(report.seconds, 2)})
     say(f"step {step}: real accepted length tau {report.tau:.3f} on held-out prompts ({report.tokens} tokens, greedy)")
     return Position(run.position.step, report.tau, step)
 
@@ -191,7 +191,7 @@ def _trim_metrics(folder: Path, step: int) -> None:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError):
+    except (ValueError, TypeError, KeyError):
         return float("inf")  # a line cut by a kill
 
 
