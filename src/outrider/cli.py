@@ -251,6 +251,20 @@ def export(
     return run(checkpoint, out, target)
 
 
+@verb
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    out: Annotated[Path | None, typer.Option(help="The page to write; by default report.html in the run.")] = None,
+) -> dict[str, Any]:
+    """Draw a run on one HTML page: curves, accepted length, times, settings.
+
+    Example: outrider report runs/mine
+    """
+    from outrider.report.run import report as make
+
+    return make(run, out)
+
+
 @functools.partial(verb, display=lambda result: None)  # it ends with its own table
 def demo(
     folder: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/demo"),

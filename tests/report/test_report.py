@@ -1,0 +1,125 @@
+"""A run's page: whole, self-contained, every text escaped, and the numbers in it those of the metrics."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from outrider.errors import UserError
+from outrider.report.drawings import MOST_POINTS, binned, lines
+from outrider.report.page import Section, note, page, table, verbatim
+from outrider.report.run import read_metrics, report
+
+
+def training_line(step: int, **changes: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 7.0 - step / 100, "slot_accuracy": [0.5, 0.25, 0.125], "tau_proxy": 1.5, "gradient_norm": 2.0,
+            "learning_rate": 6e-4, "seconds": {"capture": 0.5, "forward": 0.25}, "supervised_slots_per_s": 640.0,
+            "anchor_coverage": 0.125, **changes}
+
+
+def accepted_line(step: int, tau: float) -> dict[str, Any]:
+    return {"step": step, "tau": tau, "acceptance_by_slot": [0.4, 0.6, 0.8], "tokens": 100, "forwards": 80}
+
+
+def run_folder(folder: Path, metrics: list[Any], resolved: str = "[train]\n") -> Path:
+    folder.mkdir()
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in metrics]
+    (folder / "metrics.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    (folder / "resolved.toml").write_text(resolved, encoding="utf-8")
+    return folder
+
+
+class Outline(HTMLParser):
+    """Checks that every tag is closed in order, and collects text, tags and addresses."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.addresses: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.addresses += [value or "" for name, value in attrs if name.split(":")[-1] in ("href", "src")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_holds_the_runs_numbers_and_needs_no_other_file(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "mine", [training_line(1), training_line(2), accepted_line(1, 1.75), accepted_line(2, 1.25)])
+    result = report(run)
+    text = (run / "report.html").read_text(encoding="utf-8")
+    outline = Outline(text)
+    size = len(text.encode())
+    assert result == {"report": str(run / "report.html"), "steps": 2, "loss": 6.98, "tau": 1.25, "bytes": size}
+    assert "1.250 tokens per target forward (step 2)" in outline.text
+    assert "1.750 (step 1)" in outline.text
+    assert not outline.seen & {"script", "link", "img", "iframe"}
+    assert all(address.startswith("#") for address in outline.addresses)
+    assert text.count("<svg") == 8
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(drawing)
+
+
+def test_names_and_settings_are_escaped(tmp_path: Path) -> None:
+    hostile = '<script>alert("1")</script>'
+    run = run_folder(tmp_path / "a<b>&c", [training_line(1, seconds={hostile: 1.0})], resolved=f'[train]\nfolder = "{hostile}"\n')
+    report(run)
+    text = (run / "report.html").read_text(encoding="utf-8")
+    outline = Outline(text)
+    assert "script" not in outline.seen
+    assert "Run a<b>&c" in outline.text
+    assert outline.text.count(hostile) >= 2
+    every_part = page(hostile, [Section(hostile, [table([(hostile,)], header=[hostile]), verbatim(hostile), note(hostile)])])
+    assert "script" not in Outline(every_part).seen
+
+
+def test_a_run_without_measurements_says_so(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "mine", [training_line(1)])
+    assert report(run)["tau"] is None
+    assert "no real accepted length was measured" in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_odd_lines_are_counted_and_numbers_that_are_none_left_out(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "mine", [training_line(1), "{cut", "[]", {"step": 2}, training_line(3, loss=float("nan"))])
+    metrics = read_metrics(run)
+    assert metrics.unreadable == 3
+    assert metrics.series(lambda line: line["loss"]) == ([1.0], [6.99])
+    report(run)
+    assert "3 lines of metrics.jsonl could not be read" in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_what_is_no_run_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read \(No such file or directory\): name a run folder"):
+        report(tmp_path)
+    run = run_folder(tmp_path / "mine", [accepted_line(0, 1.0)])
+    with pytest.raises(UserError, match="holds no finished step yet"):
+        report(run)
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def test_long_series_are_averaged_without_losing_their_spread() -> None:
+    n = 10 * MOST_POINTS + 3
+    (at, means), (low, high) = binned(range(n), [i % 10 for i in range(n)])
+    assert len(at) <= MOST_POINTS
+    assert means[0] == sum(i % 10 for i in range(11)) / 11
+    assert (min(low), max(high)) == (0, 9)
+    assert binned([1.0, 2.0], [3.0, 4.0]) == (([1.0, 2.0], [3.0, 4.0]), ([3.0, 4.0], [3.0, 4.0]))
+
+
+def test_the_same_numbers_give_the_same_bytes() -> None:
+    series = {"a": ([1.0, 2.0], [3.0, 5.0]), "b": ([1.0], [2.0])}
+    assert lines(series, x="step", y="y") == lines(series, x="step", y="y")
