@@ -183,7 +183,8 @@ def main() -> None:
         print(json.dumps({"skipped": "needs a CUDA device and the demo's target (`make demo` builds it)"}))
         return
     path, device = str(options.target), torch.device(options.device)
-    tokenizer, target, facts = load_tokenizer(path), load_target(path, dtype="bfloat16", device=options.device), read_facts(path)
+    tokenizer, facts = load_tokenizer(path), read_facts(path)
+    target = load_target(path, dtype="bfloat16", device=options.device, last_layer=None, head=True)
     heldout = make_prompts(48, seed=1, exclude=set())
     pairs = answers(target, tokenizer, make_prompts(780, seed=2, exclude={p["prompt"] for p in heldout}), 96)
     layer_ids = default_layer_ids(facts.num_layers, 5)

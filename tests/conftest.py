@@ -48,7 +48,7 @@ def toy_target(toy_folder: ToyFolder) -> ToyTarget:
         key = (kind, seed, dtype, layers, tie)
         if key not in loaded:
             folder = toy_folder(kind, seed=seed, dtype=dtype, layers=layers, tie=tie)
-            loaded[key] = load_target(str(folder), dtype=dtype, device="cpu")
+            loaded[key] = load_target(str(folder), dtype=dtype, device="cpu", last_layer=None, head=True)
         return loaded[key]
 
     return make

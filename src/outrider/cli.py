@@ -86,7 +86,8 @@ def respond(
     from outrider.features.target import load_target, load_tokenizer, target_digest
     from outrider.verify.sampling import DecodeOptions
 
-    tokenizer, loaded = load_tokenizer(target), load_target(target, dtype=_dtype(dtype), device=_device(device))
+    tokenizer = load_tokenizer(target)
+    loaded = load_target(target, dtype=_dtype(dtype), device=_device(device), last_layer=None, head=True)
     stop_ids = tuple(loaded.stop_ids(tokenizer))
     DecodeOptions(max_new_tokens, stop_ids, temperature, top_p, top_k, seed)  # refuses what is out of range
     positions = loaded.facts.max_position_embeddings
@@ -283,7 +284,7 @@ def _load_pair(target: str, drafter: Path, dtype: str, device: str) -> Any:
     from outrider.weights.opening import open_drafter
 
     opened = open_drafter(drafter, dtype=_dtype(dtype), device=_device(device))  # the small one first: its errors come at once
-    return load_target(target, dtype=dtype, device=device), opened
+    return load_target(target, dtype=dtype, device=device, last_layer=None, head=True), opened
 
 
 def _dtype(name: str) -> str:

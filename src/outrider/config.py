@@ -38,6 +38,17 @@ class DataConfig(Section):
     heldout: Place | None = None
 
 
+class FeaturesConfig(Section):
+    """How the target's features are made and kept.
+
+    `precision`: "as_loaded" captures with the weights as they are, "fp8" with the captured layers' linear weights in 8 bits.
+    `keep`: "no" captures each row anew, "memory" holds the features of all rows in host memory after the first epoch.
+    """
+
+    precision: Literal["as_loaded", "fp8"] = "as_loaded"
+    keep: Literal["no", "memory"] = "no"
+
+
 class DrafterConfig(Section):
     """The drafter's architecture. What is left out is derived from the target, and printed."""
 
@@ -90,8 +101,8 @@ class TrainConfig(Section):
 
     `attention`: "dense" is the reference on any device, "fused" the compiled road on a CUDA device; derived from `device` when
     left out. `activation_budget`: on the fused road, the share of activations kept for the backward, the rest made again.
-    `keep_features` holds the target's features of all rows in host memory after the first epoch. `accept_every`: steps between
-    measurements of the real accepted length on `data.heldout`, greedy, `accept_prompts` prompts of `accept_tokens` tokens.
+    `accept_every`: steps between measurements of the real accepted length on `data.heldout`, greedy, `accept_prompts` prompts of
+    `accept_tokens` tokens.
     """
 
     folder: Place
@@ -102,7 +113,6 @@ class TrainConfig(Section):
     precision: DType = "bfloat16"
     epochs: Positive = 6
     steps: Positive | None = None
-    keep_features: bool = False
     rows_per_batch: Positive = 1
     accumulation: Positive = 1
     log_every: Positive = 1
@@ -119,6 +129,7 @@ class RunConfig(Section):
 
     target: TargetConfig
     data: DataConfig
+    features: FeaturesConfig = FeaturesConfig()
     drafter: DrafterConfig
     layout: LayoutConfig = LayoutConfig()
     objective: ObjectiveConfig = ObjectiveConfig()

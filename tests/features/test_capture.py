@@ -171,7 +171,7 @@ def test_kept_features_are_the_captured_ones(toy_target: Callable[..., Target], 
     calls = []
     monkeypatch.setattr(capture_module, "capture", lambda t, r, ids: calls.append(r.row_ids_B.tolist()) or capture(t, r, ids))
     device = torch.device("cpu")
-    keeping, fresh = FeatureSource(target, (1, 3), keep=True), FeatureSource(target, (1, 3), keep=False)
+    keeping, fresh = FeatureSource(target, (1, 3), keep="memory"), FeatureSource(target, (1, 3), keep="no")
     first = keeping.features(rows, device).values_BSF
     assert torch.equal(keeping.features(rows, device).values_BSF, first)
     assert sorted(row for call in calls for row in call) == [0, 1, 2]

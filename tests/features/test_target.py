@@ -9,15 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from toys import EOS, PAD, VOCAB, toy_model, toy_tokenizer
+from toys import EOS, KINDS, PAD, VOCAB, random_rows, toy_model, toy_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider.errors import UserError
+from outrider.features.capture import capture
 from outrider.features.target import (
     Target,
     check_head,
     cut_at_stop,
-    find_layers,
+    find_decoder,
+    load_ends,
     load_target,
     load_tokenizer,
     read_facts,
@@ -61,7 +63,7 @@ def test_embedding_and_head_are_the_targets_own(toy_target: ToyTarget, tie: bool
 def test_a_missing_or_empty_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(UserError, match=r"no config\.json there"):
-            load_target(str(path), dtype="float32", device="cpu")
+            load_target(str(path), dtype="float32", device="cpu", last_layer=None, head=True)
         with pytest.raises(UserError, match=r"no config\.json there"):
             load_tokenizer(str(path))
 
@@ -83,13 +85,13 @@ def test_damaged_missing_and_incomplete_weights(toy_folder: ToyFolder, tmp_path:
     del tensors["model.layers.3.mlp.up_proj.weight"], tensors["model.norm.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"layers\.3\.mlp\.up_proj\.weight and 1 more tensors are not in its weights files"):
-        load_target(str(folder), dtype="float32", device="cpu")
+        load_target(str(folder), dtype="float32", device="cpu", last_layer=None, head=True)
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"the weights cannot be loaded: [^\n]*$"):
-        load_target(str(folder), dtype="float32", device="cpu")
+        load_target(str(folder), dtype="float32", device="cpu", last_layer=None, head=True)
     weights.unlink()
     with pytest.raises(UserError, match=r"the weights cannot be loaded: [^\n]*$"):
-        load_target(str(folder), dtype="float32", device="cpu")
+        load_target(str(folder), dtype="float32", device="cpu", last_layer=None, head=True)
 
 
 def test_damaged_tokenizer(toy_folder: ToyFolder, tmp_path: Path) -> None:
@@ -101,11 +103,11 @@ def test_damaged_tokenizer(toy_folder: ToyFolder, tmp_path: Path) -> None:
 
 def test_unsupported_structures_are_refused_in_one_sentence(tmp_path: Path) -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=EOS))
-    with pytest.raises(UserError, match=r"^target GPT2LMHeadModel: no decoder layers found .* architecture is not supported$"):
-        find_layers(gpt2)
+    with pytest.raises(UserError, match=r"^target GPT2LMHeadModel: .* no layers and no norm and no embed.* not supported$"):
+        find_decoder(gpt2)
     gpt2.save_pretrained(tmp_path / "gpt2")
     with pytest.raises(UserError, match="this architecture is not supported"):
-        load_target(str(tmp_path / "gpt2"), dtype="float32", device="cpu")
+        load_target(str(tmp_path / "gpt2"), dtype="float32", device="cpu", last_layer=None, head=True)
 
 
 def test_a_head_with_bias_or_scaled_logits_is_refused(toy_folder: ToyFolder) -> None:
@@ -160,7 +162,7 @@ def test_published_sampling_defaults_do_not_leak(toy_folder: ToyFolder, toy_targ
     defaults = {"repetition_penalty": 5.0, "do_sample": True, "temperature": 0.6, "top_k": 3, "eos_token_id": [EOS, PAD]}
     (folder / "generation_config.json").write_text(json.dumps(defaults))
     settings = {"max_new_tokens": 20, "stop_ids": [EOS], "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
-    target = load_target(str(folder), dtype="float32", device="cpu")
+    target = load_target(str(folder), dtype="float32", device="cpu", last_layer=None, head=True)
     assert target.answer([[5, 6, 7]], **settings) == toy_target("llama").answer([[5, 6, 7]], **settings)
     assert target.stop_ids(toy_tokenizer()) == [PAD, EOS]
 
@@ -187,3 +189,31 @@ def test_digest_sees_config_and_weights(toy_folder: ToyFolder, tmp_path: Path) -
     (folder / "model.safetensors").write_bytes(data)
     assert target_digest(str(folder)) not in (first, changed)
     assert target_digest("some/hub-id") != target_digest("some/other-id")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_after_the_last_captured_one_are_not_loaded(
+    toy_folder: ToyFolder, toy_target: ToyTarget, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 6 layers three are made; what they compute is the same, bit for bit; nothing is said of the tensors left out."""
+    target = load_target(str(toy_folder(kind)), dtype="float32", device="cpu", last_layer=2, head=False)
+    assert len(target.layers) == 3
+    assert target.facts.num_layers == 6
+    assert not target.whole
+    assert sum(p.numel() for p in target.model.parameters()) < 0.7 * sum(p.numel() for p in toy_target(kind).model.parameters())
+    rows = random_rows([[9, 20]], length=32, seed=0)
+    assert torch.equal(capture(target, rows, (0, 2)).values_BSF, capture(toy_target(kind), rows, (0, 2)).values_BSF)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_head_is_loaded_only_when_asked_and_once_where_tied(toy_folder: ToyFolder, toy_target: ToyTarget, tie: bool) -> None:
+    folder, whole = str(toy_folder("llama", tie=tie)), toy_target("llama", tie=tie)
+    bare = load_target(folder, dtype="float32", device="cpu", last_layer=None, head=False)
+    assert [tuple(p.shape) for p in bare.model.parameters()].count((VOCAB, 32)) == 1
+    assert not bare.whole
+    assert whole.whole
+    ends = load_ends(folder, dtype="float32", device="cpu")
+    assert torch.equal(ends.head.weight_VD, whole.head.weight_VD)
+    assert torch.equal(ends.embed(torch.arange(9)), whole.embed(torch.arange(9)))
+    assert (ends.head.weight_VD.data_ptr() == ends.embedding.weight.data_ptr()) == tie

@@ -71,7 +71,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("changes", [
     {},
-    {"train.precision": "float32", "train.keep_features": True},
+    {"train.precision": "float32", "features.keep": "memory"},
     {"drafter.layer_types": ["sliding_attention", "full_attention"], "drafter.sliding_window": 20, "train.rows_per_batch": 3},
 ], ids=["bf16", "fp32, kept features", "sliding"])
 @pytest.mark.parametrize("stop", [5, 8])

@@ -46,7 +46,7 @@ def batch_of(lengths: list[list[int]], *, seed: int, per_row: int = 10, length: 
 def step(drafter: Drafter, target: Target, batches: list[MicroBatch], *, precision: str = "float32", learning_rate: float = 1e-3,
          clip_norm: float = 1.0) -> tuple[LossTerms, Tensor]:
     optimizer = build_optimizer(drafter, OptimizerConfig(learning_rate=learning_rate))
-    source = FeatureSource(target, drafter.shape.target_layer_ids, keep=False)
+    source = FeatureSource(target, drafter.shape.target_layer_ids, keep="no")
     road = DenseRoad(drafter, dtype=DTYPES[precision])
     return run_step(road, source, optimizer, batches, clip_norm=clip_norm, logits_bytes=LOGITS_BYTES, watch=Stopwatch())
 
@@ -132,7 +132,7 @@ def test_every_parameter_moves_under_bf16_and_masters_stay_fp32(toy_target: ToyT
     drafter = make_drafter(toy_shape())
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
     optimizer = build_optimizer(drafter, OptimizerConfig())
-    source = FeatureSource(target, drafter.shape.target_layer_ids, keep=True)
+    source = FeatureSource(target, drafter.shape.target_layer_ids, keep="memory")
     batches = [batch_of([[12]], seed=s, first_row=s, per_row=4, length=12) for s in range(5)]
     first = last = None
     for number in range(50):

@@ -48,7 +48,7 @@ def test_an_export_holds_the_drafter(tmp_path: Path, toy_folder: ToyFolder, shap
     with safe_open(tmp_path / "out" / WEIGHTS_NAME, framework="pt") as file:
         assert set(file.keys()) == set(tensor_shapes(shape))
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
-    assert open_drafter(tmp_path / "out", dtype="float32", device="cpu").shape == shape
+    assert open_drafter(tmp_path / "out", dtype="float32", device="cpu", last_layer=None, head=True).shape == shape
 
 
 def test_open_drafter_knows_run_checkpoint_and_export(tmp_path: Path, toy_folder: ToyFolder) -> None:
@@ -58,9 +58,9 @@ def test_open_drafter_knows_run_checkpoint_and_export(tmp_path: Path, toy_folder
     export(run, tmp_path / "out", None)
     exact = new.state_dict()
     for path in (run, run / "checkpoints" / "step-00000010"):
-        loaded = open_drafter(path, dtype="float32", device="cpu").state_dict()
+        loaded = open_drafter(path, dtype="float32", device="cpu", last_layer=None, head=True).state_dict()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in exact.items())
-    rounded = open_drafter(tmp_path / "out", dtype="float32", device="cpu").state_dict()
+    rounded = open_drafter(tmp_path / "out", dtype="float32", device="cpu", last_layer=None, head=True).state_dict()
     assert all(torch.equal(rounded[name], tensor.bfloat16().float()) for name, tensor in exact.items())
 
 
@@ -168,7 +168,7 @@ def test_a_target_that_scales_its_embedding_is_told(tmp_path: Path, toy_folder: 
                               num_key_value_heads=2, head_dim=16, final_logit_softcapping=30.0, max_position_embeddings=512,
                               sliding_window=5, pad_token_id=0, eos_token_id=1, bos_token_id=2)
     Gemma3ForCausalLM(config).save_pretrained(tmp_path / "gemma")
-    target = load_target(str(tmp_path / "gemma"), dtype="float32", device="cpu")
+    target = load_target(str(tmp_path / "gemma"), dtype="float32", device="cpu", last_layer=None, head=True)
     ids = torch.arange(5)
     table_VD = target.model.get_input_embeddings().weight
     torch.testing.assert_close(target.embed(ids), table_VD[ids] * embedding_scale(str(tmp_path / "gemma")))

@@ -49,6 +49,9 @@ mask_token_id = {mask}
 [layout]
 anchors = 96
 
+[features]
+keep = "memory"
+
 [optimizer]
 learning_rate = 1e-3
 
@@ -56,7 +59,6 @@ learning_rate = 1e-3
 folder = "{folder}/run"
 precision = "{dtype}"
 steps = 480
-keep_features = true
 log_every = 10
 checkpoint_every = 160
 accept_every = 240
@@ -111,7 +113,7 @@ class Road:
     def measure_untrained(self) -> dict[str, Any]:
         """The accepted length of the drafter that training starts from, on the prompts and in the dtype of `evaluate`."""
         config = load_run(self / "run.toml")
-        target = load_target(config.target.path, dtype="float32", device="cpu")
+        target = load_target(config.target.path, dtype="float32", device="cpu", last_layer=None, head=True)
         drafter = build_drafter(resolve(config, read_facts(config.target.path)), target)
         tokenizer = load_tokenizer(config.target.path)
         prompts = [p.ids for p in read_prompts(self / "heldout.jsonl", tokenizer, template_options={})]

@@ -1,8 +1,9 @@
-"""Takes TokenRows and a target, gives Features; knows nothing of anchors, drafters or losses."""
+"""Takes TokenRows and a target, gives Features, each document run on its own; knows nothing of anchors, drafters or losses."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,25 +18,35 @@ class _LastCapturedLayer(Exception):  # noqa: N818 - a signal, not an error
     """Ends the forward pass once nothing above is needed."""
 
 
+TakeOutput = Callable[[int, Tensor], None]  # j, output [B, X, D] of the j-th captured layer
+
+
 @contextlib.contextmanager
 def captured_layers(target: Target, layer_ids: Sequence[int], *, stop_after_last: bool) -> Iterator[list[Tensor]]:
-    """While open, each forward of the target fills the yielded list with the outputs `[B, X, D]` of `layer_ids`, in order.
+    """While open, each forward of the target fills the yielded list with the outputs `[B, X, D]` of `layer_ids`, in order."""
+    outputs: list[Tensor] = []
+    with handing_over(target, layer_ids, lambda j, output_BXD: outputs.append(output_BXD), stop_after_last=stop_after_last):
+        yield outputs
+
+
+@contextlib.contextmanager
+def handing_over(target: Target, layer_ids: Sequence[int], take: TakeOutput, *, stop_after_last: bool) -> Iterator[None]:
+    """While open, each forward of the target hands the outputs of `layer_ids` to `take`, as they come about.
 
     With `stop_after_last` the forward ends at the last of them, by an exception that the caller's forward must let pass
     through `run_to_last_layer`.
     """
-    outputs: list[Tensor] = []
 
-    def keep(is_last: bool) -> object:
+    def keep(j: int) -> object:
         def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            outputs.append(output if isinstance(output, Tensor) else output[0])
-            if is_last and stop_after_last:
+            take(j, output if isinstance(output, Tensor) else output[0])
+            if j == len(layer_ids) - 1 and stop_after_last:
                 raise _LastCapturedLayer
         return hook
 
-    handles = [target.layers[i].register_forward_hook(keep(i == layer_ids[-1])) for i in layer_ids]  # type: ignore[arg-type]
+    handles = [target.layers[i].register_forward_hook(keep(j)) for j, i in enumerate(layer_ids)]  # type: ignore[arg-type]
     try:
-        yield outputs
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -79,48 +90,70 @@ def bucket_by_length(documents: Sequence[Document], max_tokens: int) -> list[lis
     return groups
 
 
+def feature_buffer(target: Target, rows: TokenRows, layer_ids: Sequence[int]) -> Tensor:
+    """An uninitialised buffer `[B, S, L * D]` for the features of `rows`, in the target's dtype on its device."""
+    B, S = rows.input_ids_BS.shape
+    return torch.empty(B, S, len(layer_ids) * target.facts.hidden_size, dtype=target.dtype, device=target.device)
+
+
 @torch.no_grad()
-def capture(target: Target, rows: TokenRows, layer_ids: Sequence[int]) -> Features:
+def capture(target: Target, rows: TokenRows, layer_ids: Sequence[int], *, out_BSF: Tensor | None = None) -> Features:
     """The outputs of `layer_ids` for every token, concatenated: `[B, S, L * D]` in the target's dtype, 0 on padding.
 
     Each document is run on its own (documents of like length side by side, padded on the right, where a causal model does
     not look), so no document sees another, whatever the kind of its layers. No head, nothing after the last captured layer.
+    The outputs are written into `out_BSF` (or a new buffer) as the layers give them. With `rows` on the CPU everything is
+    launched on the current stream of the target's device and nothing waits for it.
     """
-    B, S = rows.input_ids_BS.shape
-    D = target.facts.hidden_size
-    values_BSF = torch.zeros(B, S, len(layer_ids) * D, dtype=target.dtype, device=target.device)
-    for group in bucket_by_length(documents_of(rows.document_ids_BS), max_tokens=B * S):
+    if out_BSF is None:
+        out_BSF = feature_buffer(target, rows, layer_ids)
+    out_BSLD = out_BSF.unflatten(-1, (len(layer_ids), -1))
+    zero_padding(out_BSF, rows)
+    for group in bucket_by_length(documents_of(rows.document_ids_BS), max_tokens=rows.input_ids_BS.numel()):
         ids_GX = torch.zeros(len(group), group[0].length, dtype=torch.int64)
         for g, document in enumerate(group):
             ids_GX[g, : document.length] = rows.input_ids_BS[document.b, document.start : document.start + document.length]
-        with captured_layers(target, layer_ids, stop_after_last=True) as outputs:
-            run_to_last_layer(target, ids_GX.to(target.device))
-        features_GXF = torch.cat(outputs, dim=-1)
-        for g, document in enumerate(group):
-            values_BSF[document.b, document.start : document.start + document.length] = features_GXF[g, : document.length]
-    return Features(values_BSF)
+
+        def take(j: int, output_GXD: Tensor, group: list[Document] = group) -> None:
+            for g, document in enumerate(group):
+                out_BSLD[document.b, document.start : document.start + document.length, j] = output_GXD[g, : document.length]
+
+        with handing_over(target, layer_ids, take, stop_after_last=True):
+            run_to_last_layer(target, to_device(ids_GX, target.device))
+    return Features(out_BSF)
+
+
+def zero_padding(out_BSF: Tensor, rows: TokenRows) -> None:
+    """0 in the padding, which stands at each row's end."""
+    for b, length in enumerate((rows.document_ids_BS != PADDING_DOCUMENT).sum(dim=1).tolist()):
+        out_BSF[b, length:] = 0
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`; from page-locked memory where that is a GPU, so that the copy is queued and not waited for."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def run_to_last_layer(target: Target, ids_GX: Tensor) -> None:
     """Forward the decoder, without the head, until `captured_layers` stops it."""
     with contextlib.suppress(_LastCapturedLayer):
-        target.model.get_decoder()(input_ids=ids_GX, use_cache=False)
+        target.decoder(input_ids=ids_GX, use_cache=False)
 
 
 class FeatureSource:
     """Captures the features of rows, or gives those kept from before.
 
-    With `keep`, each row's features stay in host memory after its first pass (S * F * dtype bytes a row): the target runs once
-    over the data instead of once an epoch. Rows never change, so what is kept equals a fresh capture bit for bit.
+    With `keep` "memory", each row's features stay in host memory after its first pass (S * F * dtype bytes a row): the target
+    runs once over the data instead of once an epoch. Rows never change, so what is kept equals a fresh capture bit for bit.
     """
 
-    def __init__(self, target: Target, layer_ids: Sequence[int], *, keep: bool) -> None:
+    def __init__(self, target: Target, layer_ids: Sequence[int], *, keep: Literal["no", "memory"]) -> None:
         self.target, self.layer_ids, self.keep = target, layer_ids, keep
         self._kept: dict[int, Tensor] = {}
 
     def features(self, rows: TokenRows, device: torch.device) -> Features:
-        """Features of `rows`, `[B, S, F]` on `device`."""
-        if not self.keep:
+        """Features of `rows`, `[B, S, F]` on `device`. Rows on the CPU cost no wait for the device (see `capture`)."""
+        if self.keep == "no":
             return capture(self.target, rows, self.layer_ids).to(device)
         row_ids = rows.row_ids_B.tolist()
         for b, row_id in enumerate(row_ids):

@@ -5,11 +5,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from outrider.errors import UserError
@@ -42,31 +50,56 @@ class TargetFacts:
     layer_kinds: tuple[str, ...]
 
 
-class Target:
-    """A frozen causal language model and the parts of it that drafting needs."""
+@dataclass(frozen=True)
+class Ends:
+    """The target's two ends, what a drafter borrows of it: `embedding` (its scale included) and `head`, one tensor where tied."""
 
-    def __init__(self, model: PreTrainedModel, facts: TargetFacts) -> None:
-        self.model, self.facts = model, facts
-        self.layers = find_layers(model)
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        if embedding is None or not isinstance(head, nn.Linear) or head.bias is not None:
-            raise UserError(f"target {type(model).__name__}: needs an input embedding and a linear output head without bias, "
-                            "and these were not found: this architecture is not supported")
-        self.embedding: nn.Module = embedding
-        self.head: FrozenHead = FrozenHead(weight_VD=head.weight.detach(), softcap=facts.softcap)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
+    embedding: nn.Module
+    head: FrozenHead
 
     @torch.no_grad()
     def embed(self, ids_X: Tensor) -> Tensor:
         """Token embeddings `[..., D]` as the target itself feeds them to its first layer."""
         return self.embedding(ids_X)
+
+
+class Target:
+    """A frozen causal language model and the parts of it that drafting needs.
+
+    `layers` may end early (see `load_target`); `facts` are always those of the whole.
+    """
+
+    def __init__(self, model: PreTrainedModel, facts: TargetFacts) -> None:
+        self.model, self.facts = model, facts
+        self.decoder = find_decoder(model)
+        self.layers = cast(nn.ModuleList, self.decoder.layers)
+        self._ends: Ends | None = find_ends(model, facts)
+        # of the embedding: a quantised model's other tensors may be whole numbers or 8 bits wide
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+
+    @property
+    def whole(self) -> bool:
+        """Whether every layer and the head are loaded, so that the target can answer."""
+        return self._ends is not None and len(self.layers) == self.facts.num_layers
+
+    @property
+    def ends(self) -> Ends:
+        assert self._ends is not None, "loaded without its head"
+        return self._ends
+
+    @property
+    def head(self) -> FrozenHead:
+        return self.ends.head
+
+    def embed(self, ids_X: Tensor) -> Tensor:
+        """Token embeddings `[..., D]` as the target itself feeds them to its first layer."""
+        return self.ends.embed(ids_X)
+
+    def drop_head(self) -> None:
+        """Free the head, where no other part of the model shares its memory. The target then only captures."""
+        self.model.set_output_embeddings(nn.Identity())
+        self._ends = None
 
     def stop_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Tokens that end an answer (see `read_stop_ids`)."""
@@ -125,14 +158,28 @@ def cut_at_stop(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
     return tokens
 
 
-def find_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers, found by structure. Raises UserError naming what was looked for."""
+def find_decoder(model: PreTrainedModel) -> nn.Module:
+    """The text decoder (of a multimodal wrapper too): a module with `layers`, a final `norm` and `embed_tokens`.
+
+    Raises UserError naming what was looked for.
+    """
     decoder = model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise UserError(f"target {type(model).__name__}: no decoder layers found (looked for `layers` in its decoder, "
-                        f"{type(decoder).__name__}): this architecture is not supported")
-    return layers
+    sought = {"layers": nn.ModuleList, "norm": nn.Module, "embed_tokens": nn.Module}
+    absent = [name for name, kind in sought.items() if not isinstance(getattr(decoder, name, None), kind)]
+    if absent:
+        raise UserError(f"target {type(model).__name__}: its decoder, {type(decoder).__name__}, has no {' and no '.join(absent)} "
+                        f"(looked for the decoder layers, the final norm and the embedding as {', '.join(sought)}): this "
+                        "architecture is not supported")
+    return decoder
+
+
+def find_ends(model: PreTrainedModel, facts: TargetFacts) -> Ends:
+    """The embedding and the head. Raises UserError when the head is no linear layer without bias."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or not isinstance(head, nn.Linear) or head.bias is not None:
+        raise UserError(f"target {type(model).__name__}: needs an input embedding and a linear output head without bias, "
+                        "and these were not found: this architecture is not supported")
+    return Ends(embedding, FrozenHead(weight_VD=head.weight.detach(), softcap=facts.softcap))
 
 
 def read_facts(path: str) -> TargetFacts:
@@ -177,27 +224,54 @@ def check_folder(path: str) -> None:
                         "hub id")
 
 
-def load_target(path: str, *, dtype: str, device: str) -> Target:
-    """Load a target, frozen, in `dtype` on `device`, and check that its logits are head(final norm(last layer)).
+def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, head: bool) -> Target:
+    """Load a target, frozen, in `dtype` straight to `device`, and check that its logits are head(final norm(last layer)).
 
-    Raises UserError when the folder is missing or damaged or the architecture is not supported.
+    `last_layer`: the layers after it are neither read nor made (None loads all of them). Without `head` the target cannot
+    answer or lend its ends, only capture. Raises UserError when the folder is missing or damaged or the architecture is not
+    supported.
     """
     facts = read_facts(path)
+    config = AutoConfig.from_pretrained(path)
+    if last_layer is not None:
+        _cut(config.get_text_config(), last_layer + 1)
+    loud = transformers.logging.get_verbosity()
+    if last_layer is not None:  # its report would list every tensor of the layers left out
+        transformers.logging.set_verbosity_error()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], device_map=None, output_loading_info=True)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=DTYPES[dtype], device_map=None if device == "cpu" else {"": device},
+            output_loading_info=True,
+        )
     except Exception as error:  # safetensors, OSError, ValueError, RuntimeError: whatever a damaged folder provokes
         raise UserError(f"target.path = {path!r}: the weights cannot be loaded: {_first_line(error)}") from error
+    finally:
+        transformers.logging.set_verbosity(loud)
     absent = sorted(found["missing_keys"])
     if absent:  # transformers only warns, and fills them with random numbers
         raise UserError(f"target.path = {path!r}: {absent[0]} and {len(absent) - 1} more tensors are not in its weights files: "
                         "fetch or save the model again")
-    model.to(device)
     model.eval().requires_grad_(False)
     # generate() would mix the published sampling defaults (a repetition penalty, a top_k) into what we call greedy or sampled
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     target = Target(model, facts)
     check_head(target)
+    if not head:
+        target.drop_head()
     return target
+
+
+def load_ends(path: str, *, dtype: str, device: str) -> Ends:
+    """The target's embedding and head alone, on `device`: a target of no layers. Raises UserError as `load_target` does."""
+    return load_target(path, dtype=dtype, device=device, last_layer=-1, head=True).ends
+
+
+def _cut(config: PreTrainedConfig, num_layers: int) -> None:
+    """Make the text config one of the first `num_layers` layers."""
+    kinds = getattr(config, "layer_types", None)
+    config.num_hidden_layers = num_layers
+    if kinds is not None:
+        config.layer_types = kinds[:num_layers]
 
 
 @torch.no_grad()

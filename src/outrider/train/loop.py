@@ -94,8 +94,9 @@ def start(config: RunConfig, *, resume: bool) -> Run:
     rows = load_rows(config.data.rows)
     _check_data(resolved, rows)
     device = _device(settings.device)
-    target = load_target(config.target.path, dtype=config.target.dtype, device=settings.device)
-    source = FeatureSource(target, resolved.shape.target_layer_ids, keep=settings.keep_features)
+    target = load_target(config.target.path, dtype=config.target.dtype, device=settings.device, last_layer=None,
+                         head=True)
+    source = FeatureSource(target, resolved.shape.target_layer_ids, keep=config.features.keep)
     drafter = build_drafter(resolved, target).to(device)
     optimizer = build_optimizer(drafter, config.optimizer)
     inputs = {"data.rows": read_info(config.data.rows)["rows_sha256"], "target.path": target_digest(config.target.path)}
