@@ -242,14 +242,17 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint) or a checkpoint.")],
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     target: Annotated[str | None, typer.Option("--target", help="The target; by default the one it was trained for.")] = None,
+    formats: Annotated[str, typer.Option("--format", help="hf, gguf (llama.cpp) or speculators; hf,gguf writes both.")] = "hf",
+    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")] = "bfloat16",
+    golden: Annotated[bool, typer.Option("--golden", help="Load the target and add a golden vector to check engines.")] = False,
 ) -> dict[str, Any]:
     """Write the folder that servers load, check it, and print the serve commands.
 
-    Example: outrider export runs/mine --out my-drafter
+    Example: outrider export runs/mine --out my-drafter --format hf,gguf
     """
     from outrider.weights.export import export as run
 
-    return run(checkpoint, out, target)
+    return run(checkpoint, out, target, formats=formats.split(","), dtype=_dtype(dtype), golden=golden)
 
 
 @verb

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 PLAIN_WIDTH = 130  # columns where stdout is no terminal and has no width of its own
@@ -29,11 +30,12 @@ def _lines(result: Mapping[str, Any], *, indent: int) -> list[str]:
         if isinstance(value, Mapping) and value:
             lines += [f"{name}:", *_lines(value, indent=indent + 2)]
         else:
-            lines.append(f"{name}: {_plain(value)}")
+            lines.append(f"{name}: {plain(value)}")
     return lines
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """A value as a person reads it."""
     match value:
         case None:
             return "-"
@@ -44,7 +46,7 @@ def _plain(value: Any) -> str:
         case float():
             return f"{value:.3g}" if abs(value) < 1 else f"{value:,.2f}"
         case list() | tuple():
-            return ", ".join(_plain(item) for item in value) or "none"
+            return ", ".join(plain(item) for item in value) or "none"
         case dict():
             return "none"
         case _:
@@ -55,11 +57,20 @@ def show_evaluation(result: Mapping[str, Any]) -> None:
     """The accepted length, by slot and by kind, the walls of both sides, and whether the texts are the same."""
     console = wide_console()
     console.print(slot_table({"accepted, given all slots before": result["acceptance_by_slot"]}))
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, text in evaluation_rows(result):
+        table.add_row(escape(name), escape(text))
+    console.print(table)
+
+
+def evaluation_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The headline of an evaluation, each number with what qualifies it."""
     conditions = result["conditions"]
     rows = [("accepted length tau", f"{result['tau']:.3f} tokens per target forward (1 is no help, "
                                     f"{conditions['block_size']} the ceiling)")]
     rows += [(f"  tau, {kind}", f"{tau:.3f}") for kind, tau in result.get("tau_by_kind", {}).items()]
-    rows += [
+    return [
+        *rows,
         ("with the drafter", f"{result['tokens_per_s']:.1f} tokens/s"),
         ("target alone", f"{result['baseline_tokens_per_s']:.1f} tokens/s ({conditions['baseline']})"),
         ("speed-up", f"{result['speedup']:.2f} x"),
@@ -68,10 +79,6 @@ def show_evaluation(result: Mapping[str, Any]) -> None:
                        f"{conditions['temperature']}, target {conditions['target_dtype']}, {conditions['device']}, "
                        f"{conditions['threads']} threads"),
     ]
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 def identity(result: Mapping[str, Any]) -> str:

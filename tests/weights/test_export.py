@@ -19,12 +19,18 @@ from outrider.model.drafter import Drafter
 from outrider.records import FULL, SLIDING, DrafterShape
 from outrider.train.checkpoint import Position, save_checkpoint
 from outrider.weights import export as export_module
-from outrider.weights.export import embedding_scale, export
+from outrider.weights.card import CARD_NAME
+from outrider.weights.export import embedding_scale
 from outrider.weights.opening import open_drafter
 from outrider.weights.published import CONFIG_NAME, WEIGHTS_NAME, tensor_shapes
 from outrider.weights.serve import serve_commands
 
 ToyFolder = Callable[..., Path]
+
+
+def export(checkpoint: Path, out: Path, target: str | None, **changes: Any) -> dict[str, Any]:
+    """The verb, with its defaults unless changed."""
+    return export_module.export(checkpoint, out, target, **{"formats": ["hf"], "dtype": "bfloat16", "golden": False, **changes})
 
 
 def save_run(folder: Path, drafter: Drafter, *, target: Path, step: int = 1) -> Path:
@@ -44,11 +50,11 @@ def test_an_export_holds_the_drafter(tmp_path: Path, toy_folder: ToyFolder, shap
     result = export(save_run(tmp_path / "run", drafter, target=toy_folder("llama")), tmp_path / "out", None)
     assert result["folder"] == str(tmp_path / "out")
     assert result["selfcheck"] is True
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [CONFIG_NAME, WEIGHTS_NAME]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [CARD_NAME, CONFIG_NAME, WEIGHTS_NAME]
     with safe_open(tmp_path / "out" / WEIGHTS_NAME, framework="pt") as file:
         assert set(file.keys()) == set(tensor_shapes(shape))
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
-    assert open_drafter(tmp_path / "out", dtype="float32", device="cpu", last_layer=None, head=True).shape == shape
+    assert open_drafter(tmp_path / "out", dtype="float32", device="cpu").shape == shape
 
 
 def test_open_drafter_knows_run_checkpoint_and_export(tmp_path: Path, toy_folder: ToyFolder) -> None:
@@ -58,9 +64,9 @@ def test_open_drafter_knows_run_checkpoint_and_export(tmp_path: Path, toy_folder
     export(run, tmp_path / "out", None)
     exact = new.state_dict()
     for path in (run, run / "checkpoints" / "step-00000010"):
-        loaded = open_drafter(path, dtype="float32", device="cpu", last_layer=None, head=True).state_dict()
+        loaded = open_drafter(path, dtype="float32", device="cpu").state_dict()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in exact.items())
-    rounded = open_drafter(tmp_path / "out", dtype="float32", device="cpu", last_layer=None, head=True).state_dict()
+    rounded = open_drafter(tmp_path / "out", dtype="float32", device="cpu").state_dict()
     assert all(torch.equal(rounded[name], tensor.bfloat16().float()) for name, tensor in exact.items())
 
 
@@ -127,7 +133,7 @@ def test_a_failed_selfcheck_writes_nothing(
 def test_weights_in_another_dtype_fail_the_selfcheck(
     tmp_path: Path, toy_folder: ToyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "bfloat16", torch.float16)
+    monkeypatch.setitem(export_module.DTYPES, "bfloat16", torch.float16)
     run = save_run(tmp_path / "run", random_drafter(toy_shape(), seed=0), target=toy_folder("llama"))
     with pytest.raises(RuntimeError, match=r"tensor 'fc.weight' is \('F16'"):
         export(run, tmp_path / "out", None)
@@ -153,14 +159,19 @@ def test_an_export_is_not_exported_again(tmp_path: Path, toy_folder: ToyFolder) 
 
 
 def test_serve_commands_count_the_block_as_each_engine_does() -> None:
-    commands = serve_commands(Path("/models/my drafter"), "org/target", toy_shape(block_size=8))
+    commands = serve_commands(Path("/models/my drafter"), "org/target", toy_shape(block_size=8), {"hf", "gguf"})
     assert commands["vllm"] == (
         "vllm serve org/target --speculative-config "
         """'{"method": "dflash", "model": "/models/my drafter", "num_speculative_tokens": 7}'""")
     assert commands["sglang"] == (
         "python -m sglang.launch_server --model-path org/target --speculative-algorithm DFLASH "
         "--speculative-draft-model-path '/models/my drafter' --speculative-num-draft-tokens 8")
-    assert "vllm" not in serve_commands(Path("d"), "t", toy_shape(layer_types=(SLIDING, FULL), sliding_window=8))
+    assert commands["llamacpp"] == (
+        "llama-server --model target.gguf --model-draft '/models/my drafter/drafter.gguf' --spec-type draft-dflash "
+        "--spec-draft-n-max 7")
+    mixed = toy_shape(layer_types=(SLIDING, FULL), sliding_window=8)
+    assert "vllm" not in serve_commands(Path("d"), "t", mixed, {"hf"})
+    assert set(serve_commands(Path("d"), "t", toy_shape(), {"gguf"})) == {"llamacpp"}
 
 
 def test_a_target_that_scales_its_embedding_is_told(tmp_path: Path, toy_folder: ToyFolder) -> None:

@@ -27,7 +27,7 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def config_of(shape: DrafterShape) -> dict[str, Any]:
-    return to_config(shape, embedding_scale=1.0, softcap=None)
+    return to_config(shape, embedding_scale=1.0, softcap=None, dtype="bfloat16")
 
 
 @pytest.fixture
@@ -67,18 +67,28 @@ def test_a_window_shorter_than_the_block_is_refused() -> None:
 
 
 def test_a_target_that_scales_and_caps_is_written_down() -> None:
-    config = to_config(toy_shape(), embedding_scale=5.5, softcap=30.0)
+    config = to_config(toy_shape(), embedding_scale=5.5, softcap=30.0, dtype="bfloat16")
     assert config["dflash_config"]["input_embedding_scale"] == 5.5
     assert config["dflash_config"]["final_logit_softcapping"] == 30.0
     assert from_config(config, where="config.json") == toy_shape()
 
 
-@pytest.mark.parametrize("key", sorted(KEYS - {"dtype", "is_causal", "sliding_window"}))
+@pytest.mark.parametrize("key", sorted(KEYS - {"dtype", "is_causal", "sliding_window", "rope_theta", "rope_parameters"}))
 def test_every_key_is_mandatory(key: str) -> None:
     config = config_of(toy_shape())
     del config[key]
     with pytest.raises(UserError, match=rf"^config.json: ('{key}' is missing|{key} = None)"):
         from_config(config, where="config.json")
+
+
+def test_the_rotary_base_stands_in_one_of_two_keys_or_in_both() -> None:
+    config = config_of(toy_shape(rope_theta=5e5))
+    for key in ("rope_theta", "rope_parameters"):
+        assert from_config({k: v for k, v in config.items() if k != key}, where="c").rope_theta == 5e5
+    with pytest.raises(UserError, match="'rope_theta' is missing"):
+        from_config({k: v for k, v in config.items() if "rope" not in k}, where="c")
+    with pytest.raises(UserError, match=r"rope_parameters = \[5\]: must be"):
+        from_config({**config, "rope_parameters": [5]}, where="c")
 
 
 @pytest.mark.parametrize("key", ["target_layer_ids", "mask_token_id"])

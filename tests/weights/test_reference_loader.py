@@ -34,8 +34,8 @@ SHAPES = {
 
 def both(folder: Path, drafter: Drafter) -> tuple[Drafter, Any]:
     """Our loader's and the reference package's model of one exported folder, float32."""
-    write_published(folder, drafter, to_config(drafter.shape, embedding_scale=1.0, softcap=None))
-    return open_drafter(folder, dtype="float32", device="cpu", last_layer=None, head=True), their_model(folder)
+    write_published(folder, drafter, to_config(drafter.shape, embedding_scale=1.0, softcap=None, dtype="bfloat16"))
+    return open_drafter(folder, dtype="float32", device="cpu"), their_model(folder)
 
 
 def their_model(folder: Path) -> Any:
@@ -97,7 +97,7 @@ def test_the_same_on_the_demo() -> None:
     """The real target and the drafter trained for it: hidden states, greedy text and accepted lengths on held-out prompts."""
     folder = Path(os.environ["OUTRIDER_DEMO"])
     target = load_target(str(folder / "target"), dtype="float32", device="cpu", last_layer=None, head=True)
-    ours = open_drafter(folder / "drafter", dtype="float32", device="cpu", last_layer=None, head=True)
+    ours = open_drafter(folder / "drafter", dtype="float32", device="cpu")
     theirs = their_model(folder / "drafter")
     shape = ours.shape
     features = noise(1, 20, len(shape.target_layer_ids) * shape.hidden_size, seed=1)

@@ -15,6 +15,7 @@ from outrider.model.drafter import Drafter
 from outrider.records import DrafterShape
 from outrider.train.checkpoint import list_checkpoints, load_shape, verify_checkpoint
 from outrider.weights.published import CONFIG_NAME, WEIGHTS_NAME, from_config, tensor_shapes
+from outrider.weights.speculators import is_speculators, to_published
 
 CHECKPOINT_STATE, CHECKPOINT_WEIGHTS = "state.json", "drafter.safetensors"
 
@@ -30,7 +31,10 @@ def open_drafter(path: Path, *, dtype: str, device: str) -> Drafter:
         shape, weights = load_shape(folder)[0], folder / CHECKPOINT_WEIGHTS
     else:
         config_path = folder / CONFIG_NAME
-        shape = from_config(read_json(config_path, what="the drafter's config"), where=str(config_path))
+        config = read_json(config_path, what="the drafter's config")
+        if is_speculators(config):
+            config = to_published(config, where=str(config_path))
+        shape = from_config(config, where=str(config_path))
         weights = folder / WEIGHTS_NAME
     drafter = Drafter(shape, dense_attention)
     drafter.load_state_dict(read_tensors(weights, shape))

@@ -9,17 +9,17 @@ CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 ARCHITECTURE = "DFlashDraftModel"
 
 
-def to_config(shape: DrafterShape, *, embedding_scale: float, softcap: float | None) -> dict[str, Any]:
+def to_config(shape: DrafterShape, *, embedding_scale: float, softcap: float | None, dtype: str) -> dict[str, Any]:
     """The config: an allow-list, nothing is copied from the target (a leaked rotary field has cost others all acceptance).
 
     `embedding_scale` and `softcap` are the target's; loaders feed the raw embedding and read the raw head, so a target that
-    scales or caps them is written down.
+    scales or caps them is written down. `dtype`: of the weights beside it.
     """
     sliding = SLIDING in shape.layer_types
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3",
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "block_size": shape.block_size,
         "dflash_config": {
             "block_size": shape.block_size,
@@ -66,13 +66,13 @@ def from_config(config: Any, *, where: str) -> DrafterShape:
     reader = _Reader(config, where)
     dflash = _Reader(reader.take("dflash_config", dict), f"{where}: dflash_config")
     layer_ids, layer_types = dflash.take("target_layer_ids", list), reader.take("layer_types", list)
-    block_size, theta = reader.take("block_size", int), reader.number("rope_theta")
+    block_size, theta = reader.take("block_size", int), _theta(reader)
     for key, values, kind in (("target_layer_ids", layer_ids, int), ("layer_types", layer_types, str)):
         if not all(type(value) is kind for value in values):
             raise UserError(f"{where}: {key} = {values!r}: must be a list of {kind.__name__}")
     expected = {
         "architectures": [ARCHITECTURE], "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta}, "use_sliding_window": SLIDING in layer_types,
+        "use_sliding_window": SLIDING in layer_types,
     }
     for key, value in expected.items():
         if config.get(key) != value:
@@ -108,6 +108,20 @@ def from_config(config: Any, *, where: str) -> DrafterShape:
         raise UserError(f"{where}: is_causal = {config['is_causal']!r}: does not fit layer_types: '{FULL}' layers are not causal "
                         f"inside the block and '{SLIDING}' layers are; export the drafter again")
     return shape
+
+
+def _theta(reader: "_Reader") -> float:
+    """The rotary base, from `rope_parameters` (transformers 5), `rope_theta` (transformers 4) or both, which must agree."""
+    values, where = reader.values, reader.where
+    parameters = values.get("rope_parameters")
+    if parameters is None:
+        return reader.number("rope_theta")
+    inner = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+    expected = {"rope_type": "default", "rope_theta": values.get("rope_theta", inner)}
+    if parameters != expected:
+        raise UserError(f"{where}: rope_parameters = {parameters!r}: must be {expected!r} here, engines read other rotary "
+                        "fields differently: export the drafter again")
+    return _Reader(expected, f"{where}: rope_parameters").number("rope_theta")
 
 
 class _Reader:

@@ -1,0 +1,115 @@
+"""Takes a drafter's shape and the run it came from, gives the model card of an export (README.md); writes nothing.
+
+What the run folder does not hold is said to be absent, never filled in.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.config import load_run
+from outrider.data.rows import read_info
+from outrider.errors import UserError
+from outrider.files import read_json
+from outrider.model.drafter import count_parameters
+from outrider.records import DrafterShape
+from outrider.train.loop import METRICS_NAME, RESOLVED_NAME
+from outrider.verify.tables import EVALUATION_NAME, markdown
+from outrider.weights.golden import GOLDEN_NAME, STAGES
+
+CARD_NAME = "README.md"
+
+
+def model_card(shape: DrafterShape, *, target: str, run: Path | None, serve: Mapping[str, str], golden: bool) -> str:
+    """The card, in Markdown with the metadata block of model hubs. `run`: the run folder of the checkpoint, if it has one."""
+    name = Path(target).name
+    parts = [
+        _front_matter(target),
+        f"# A DFlash drafter for {name}\n\nDrafts {shape.block_size - 1} tokens a step for {name}, which verifies them: the "
+        "answers stay the target's own. Trained with Outrider; method: DFlash, arXiv 2602.06036.",
+        "## The drafter\n\n" + _table(_facts(shape)),
+        "## Measured\n\n" + _measured(run),
+        "## Serve\n\n" + "\n\n".join(f"{engine}:\n```\n{command}\n```" for engine, command in serve.items()),
+    ]
+    if golden:
+        parts.append(f"## Check an engine\n\n`{GOLDEN_NAME}` holds one draft with every stage ({', '.join(STAGES)}), computed in "
+                     "float32 from these weights. `outrider.weights.golden.check_golden` compares what an engine computed and "
+                     "names the first stage that differs.")
+    parts += ["## Data\n\n" + _data(run), "## Recipe\n\n" + _recipe(run)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(target: str) -> str:
+    hub = target.count("/") == 1 and not target.startswith((".", "/", "~")) and not Path(target).exists()
+    lines = [f"base_model: {target}"] if hub else []
+    return "\n".join(["---", *lines, "tags:", "- speculative-decoding", "- dflash", "---"])
+
+
+def _facts(shape: DrafterShape) -> dict[str, str]:
+    return {
+        "parameters": f"{count_parameters(shape) / 1e6:.1f} M, without embedding and head: those are the target's",
+        "layers": f"{shape.num_layers} ({', '.join(dict.fromkeys(shape.layer_types))}"
+                  + (f", window {shape.sliding_window})" if shape.sliding_window else ")"),
+        "block size": f"{shape.block_size}: the anchor and {shape.block_size - 1} drafted tokens",
+        "mask token": str(shape.mask_token_id),
+        "features": f"outputs of the target's layers {', '.join(map(str, shape.target_layer_ids))} (0-based, of "
+                    f"{shape.num_target_layers})",
+        "vocabulary": f"{shape.vocab_size:,}",
+    }
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    cells = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *cells])
+
+
+def _measured(run: Path | None) -> str:
+    """The run's evaluation where it has one, else the last accepted length measured while training."""
+    if run is not None and (run / EVALUATION_NAME).is_file():
+        return markdown(read_json(run / EVALUATION_NAME, what="the run's evaluation"))
+    last = _last_measurement(run) if run is not None else None
+    if run is None or last is None:
+        return ("Not measured: no evaluation lies in the run folder. `outrider evaluate ... --report RUN` writes one, and the "
+                "next export carries it.")
+    settings = load_run(run / RESOLVED_NAME).train
+    slots = ", ".join(f"{share:.2f}" for share in last["acceptance_by_slot"])
+    return _table({
+        "accepted length tau": f"{last['tau']:.3f} tokens per target forward, the target's own token included (1 is no help)",
+        "acceptance by slot, given all slots before": slots,
+        "conditions": f"step {last['step']}; greedy, {settings.accept_prompts} held-out prompts of up to "
+                      f"{settings.accept_tokens} tokens, {last['tokens']:,} tokens in {last['forwards']:,} target forwards",
+        "speed": "not measured",
+    })
+
+
+def _last_measurement(run: Path) -> dict[str, Any] | None:
+    path = run / METRICS_NAME
+    if not path.is_file() or not (run / RESOLVED_NAME).is_file():
+        return None
+    found = None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError:  # a line cut by a kill
+            continue
+        if isinstance(values, dict) and {"step", "tau", "acceptance_by_slot", "tokens", "forwards"} <= values.keys():
+            found = values
+    return found
+
+
+def _data(run: Path | None) -> str:
+    if run is None or not (run / RESOLVED_NAME).is_file():
+        return "Not known: the checkpoint lies in no run folder."
+    rows = load_run(run / RESOLVED_NAME).data.rows
+    try:
+        audit = read_info(rows)["audit"]
+    except (UserError, KeyError) as error:
+        return f"The rows are not there any more ({error})."
+    return _table({key.replace("_", " "): f"{value:,}" for key, value in audit.items() if isinstance(value, int)})
+
+
+def _recipe(run: Path | None) -> str:
+    if run is None or not (run / RESOLVED_NAME).is_file():
+        return "Not known: the checkpoint lies in no run folder."
+    return f"```toml\n{(run / RESOLVED_NAME).read_text(encoding='utf-8').strip()}\n```"
