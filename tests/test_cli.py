@@ -31,10 +31,11 @@ anchors = 16
 folder = "{folder}/run"
 precision = "float32"
 steps = 4
-checkpoint_every = 2
 accept_every = 2
 accept_prompts = 2
 accept_tokens = 8
+[checkpoint]
+every = 2
 """
 
 
@@ -118,11 +119,11 @@ def test_resume_goes_on_and_refuses_a_changed_run(
     road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = (road[1] / "run.toml", "--set", f"train.folder={tmp_path / 'run'}")
-    assert "--resume" in refusal(capsys, "train", *run, "--resume")
-    call(capsys, "train", *run)
-    assert "already holds checkpoints" in refusal(capsys, "train", *run)
-    assert "optimizer.learning_rate" in refusal(capsys, "train", *run, "--resume", "--set", "optimizer.learning_rate=1e-5")
-    assert result(capsys, "train", *run, "--resume")["steps"] == 4
+    assert result(capsys, "train", *run)["steps"] == 4
+    assert "optimizer.learning_rate (0.0006 -> 1e-05)" in refusal(capsys, "train", *run, "--set", "optimizer.learning_rate=1e-5")
+    code, _, err = call(capsys, "train", *run)
+    assert code == 0
+    assert "step-00000004, 4 steps done" in err
 
 
 @pytest.mark.parametrize(("setting", "words"), [
@@ -181,12 +182,12 @@ def test_damaged_checkpoint_and_export(road: tuple[Path, Path], tmp_path: Path, 
     run = tmp_path / "run"
     cli.train(road[1] / "run.toml", settings=[f"train.folder={run}"])
     cli.export(run, tmp_path / "drafter")
-    for file in (run / "checkpoints" / "step-00000004" / "drafter.safetensors", tmp_path / "drafter" / "model.safetensors"):
+    for folder in (run / "checkpoints" / "step-00000004" / "drafter", tmp_path / "drafter"):
+        file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     pair = ("--target", road[0], "--drafter")
-    assert "drafter.safetensors" in refusal(capsys, "generate", "Say 1.", *pair, run)
-    assert "model.safetensors" in refusal(capsys, "generate", "Say 1.", *pair, tmp_path / "drafter")
-    assert "damaged" in refusal(capsys, "train", road[1] / "run.toml", "--set", f"train.folder={run}", "--resume")
+    assert "step-00000004/drafter/model.safetensors" in refusal(capsys, "generate", "Say 1.", *pair, run)
+    assert "drafter/model.safetensors" in refusal(capsys, "generate", "Say 1.", *pair, tmp_path / "drafter")
 
 
 def test_output_places_that_cannot_be_written(

@@ -49,7 +49,7 @@ def verb(function: Callable[..., dict[str, Any]], display: Callable[[dict[str, A
         try:
             result = function(**arguments)
         except KeyboardInterrupt:
-            say("interrupted: what was finished is kept; the same command goes on from there (train: with --resume)")
+            say("interrupted: what was finished is kept; the same command goes on from there")
             sys.exit(130)
         if print_json:
             print(json.dumps(result, default=str), flush=True)
@@ -139,9 +139,8 @@ def prepare(
 def train(
     run: Annotated[Path, typer.Argument(help="The run file (TOML).")],
     settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the run file; repeatable.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, exactly.")] = False,
 ) -> dict[str, Any]:
-    """Train a drafter as a run file says.
+    """Train a drafter as a run file says; a run that was interrupted goes on from its newest checkpoint, exactly.
 
     Example: outrider train run.toml --set optimizer.learning_rate=3e-4
     """
@@ -150,7 +149,7 @@ def train(
     config = load_run(run, settings or ())
     check = acceptance_check(config)
     with only_writer(config.train.folder):
-        return start(config, resume=resume, check=check)
+        return start(config, check=check)
 
 
 def acceptance_check(config: Any) -> Any:

@@ -102,7 +102,8 @@ class TrainConfig(Section):
     `attention`: "dense" is the reference on any device, "fused" the compiled road on a CUDA device; derived from `device` when
     left out. `activation_budget`: on the fused road, the share of activations kept for the backward, the rest made again.
     `accept_every`: steps between measurements of the real accepted length on `data.heldout`, greedy, `accept_prompts` prompts of
-    `accept_tokens` tokens.
+    `accept_tokens` tokens. `max_hours`: wall-clock budget of one start; the run saves and stops in time, and the same command
+    goes on.
     """
 
     folder: Place
@@ -117,11 +118,24 @@ class TrainConfig(Section):
     accumulation: Positive = 1
     log_every: Positive = 1
     tracker: Literal["tensorboard"] | None = None
-    checkpoint_every: Positive = 500
-    keep_checkpoints: Positive = 2
+    max_hours: Annotated[Real, Field(gt=0)] | None = None
     accept_every: Positive | None = None
     accept_prompts: Positive = 16
     accept_tokens: Positive = 128
+
+
+class CheckpointConfig(Section):
+    """A checkpoint every `every` steps, and when `every_minutes` have passed since the last one, and at the end.
+
+    Kept are the last `keep_last`, with `keep_best` the one of the best measured accepted length (a new best is saved at once),
+    and the first of every `keep_every_hours` of training.
+    """
+
+    every: Positive = 500
+    every_minutes: Annotated[Real, Field(gt=0)] | None = None
+    keep_last: Positive = 2
+    keep_best: bool = True
+    keep_every_hours: Annotated[Real, Field(gt=0)] | None = None
 
 
 class RunConfig(Section):
@@ -135,6 +149,7 @@ class RunConfig(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
 
 def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:

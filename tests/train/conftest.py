@@ -41,7 +41,8 @@ def make_run(toy_folder: Callable[..., Path], toy_rows: Path, tmp_path: Path) ->
             "drafter": {"num_layers": 2, "block_size": 4, "mask_token_id": MASK, "target_layer_ids": [1, 2, 4]},
             "layout": {"anchors": 12, "document_floor": 2},
             "optimizer": {"learning_rate": 3e-3},
-            "train": {"folder": str(tmp_path / name), "steps": 10, "rows_per_batch": 2, "accumulation": 2, "checkpoint_every": 5},
+            "train": {"folder": str(tmp_path / name), "steps": 10, "rows_per_batch": 2, "accumulation": 2},
+            "checkpoint": {"every": 5},
         }
         for key, value in changes.items():
             section, field = key.split(".")

@@ -3,14 +3,19 @@
 import errno
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from checkpoints import ORIGIN, save_checkpoint
 from faults import count_file_operations, fail_at
 from safetensors.torch import load_file
 from toys import noise, toy_shape
@@ -22,17 +27,17 @@ from outrider.model.drafter import Drafter, initialise
 from outrider.train import checkpoint as checkpoint_module
 from outrider.train.checkpoint import (
     FILES,
+    OtherVersionError,
     Position,
     checkpoint_path,
     list_checkpoints,
-    load_shape,
-    resume_checkpoint,
-    save_checkpoint,
+    load_checkpoint,
+    newest_sound,
+    read_state,
     verify_checkpoint,
 )
 from outrider.train.optim import build_optimizer
-
-INPUTS = {"data.rows": "abc", "target.path": "def"}
+from outrider.weights.opening import open_drafter
 
 
 def trained(seed: int, *, steps: int = 2) -> tuple[Drafter, torch.optim.AdamW]:
@@ -53,25 +58,33 @@ def nudge(drafter: Drafter, optimizer: torch.optim.Optimizer, *, seed: int) -> N
 
 def save(run: Path, seed: int, step: int, *, keep: int = 2) -> Path:
     drafter, optimizer = trained(seed)
-    return save_checkpoint(run, drafter, optimizer, Position(step, 1.5, step), target="t", inputs=INPUTS, keep=keep)
+    return save_checkpoint(run, drafter, optimizer, position_at(step), keep=keep)
+
+
+def position_at(step: int) -> Position:
+    return Position(step=step, tau=1.5, tau_step=step, best_tau=1.5, seconds=2.25, metrics_bytes=77)
 
 
 def loadable(run: Path) -> list[str]:
     """Names of the run's checkpoints, each of which must load whole."""
     for folder in list_checkpoints(run):
         drafter, optimizer = trained(99, steps=0)
-        position = resume_checkpoint(folder, drafter, optimizer, inputs=INPUTS)
+        verify_checkpoint(folder)
+        position = load_checkpoint(folder, drafter, optimizer)
         assert folder.name == f"step-{position.step:08d}"
+        open_drafter(folder / "drafter", dtype="float32", device="cpu")
     return [folder.name for folder in list_checkpoints(run)]
 
 
 def test_round_trip_is_exact_and_training_goes_on_alike(tmp_path: Path) -> None:
     drafter, optimizer = trained(1)
-    position = Position(7, 1.25, 5)
-    folder = save_checkpoint(tmp_path, drafter, optimizer, position, target="some/target", inputs=INPUTS, keep=2)
+    position = position_at(7)
+    folder = save_checkpoint(tmp_path, drafter, optimizer, position)
+    drawn = torch.rand(3), random.random(), np.random.rand()
     other, other_optimizer = trained(2)
-    assert resume_checkpoint(folder, other, other_optimizer, inputs=INPUTS) == position
-    assert load_shape(folder) == (toy_shape(), "some/target")
+    assert load_checkpoint(folder, other, other_optimizer) == position
+    assert torch.equal(torch.rand(3), drawn[0])
+    assert (random.random(), np.random.rand()) == drawn[1:]
     for round_number in range(3):
         for a, b in zip(drafter.parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b)
@@ -85,9 +98,9 @@ def test_round_trip_is_exact_and_training_goes_on_alike(tmp_path: Path) -> None:
 
 def test_a_checkpoint_before_the_first_step_resumes(tmp_path: Path) -> None:
     drafter, optimizer = trained(1, steps=0)
-    folder = save_checkpoint(tmp_path, drafter, optimizer, Position(0, None, None), target="t", inputs=INPUTS, keep=1)
+    folder = save_checkpoint(tmp_path, drafter, optimizer, Position())
     other, other_optimizer = trained(2, steps=0)
-    assert resume_checkpoint(folder, other, other_optimizer, inputs=INPUTS) == Position(0, None, None)
+    assert load_checkpoint(folder, other, other_optimizer) == Position()
     assert torch.equal(drafter.fc.weight, other.fc.weight)
 
 
@@ -96,15 +109,6 @@ def test_only_the_last_ones_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         save(tmp_path, 1, step)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000010", "step-00000015"]
-
-
-def test_changed_inputs_are_named(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1, 5)
-    drafter, optimizer = trained(2)
-    before = drafter.fc.weight.detach().clone()
-    with pytest.raises(UserError, match=r"^data\.rows: what it names has changed since"):
-        resume_checkpoint(folder, drafter, optimizer, inputs={**INPUTS, "data.rows": "other"})
-    assert torch.equal(drafter.fc.weight, before)
 
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
@@ -118,11 +122,8 @@ def test_damage_is_refused_in_one_sentence(tmp_path: Path, name: str, damage: st
         (folder / name).unlink()
     else:
         (folder / name).write_bytes({"cut in half": data[: len(data) // 2], "one bit": flipped, "empty": b""}[damage])
-    drafter, optimizer = trained(2)
-    before = drafter.fc.weight.detach().clone()
     with pytest.raises(UserError, match=r"^[^\n]*checkpoint[^\n]*$"):
-        resume_checkpoint(folder, drafter, optimizer, inputs=INPUTS)
-    assert torch.equal(drafter.fc.weight, before)
+        verify_checkpoint(folder)
 
 
 @pytest.mark.parametrize("manifest", ["{}", "[]", "3"])
@@ -135,9 +136,12 @@ def test_a_manifest_that_vouches_for_nothing_is_refused(tmp_path: Path, manifest
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, 1, 5)
-    monkeypatch.setattr(checkpoint_module, "FORMAT", 2)
-    with pytest.raises(UserError, match="was not written by this version of outrider"):
-        load_shape(folder)
+    monkeypatch.setattr(checkpoint_module, "FORMAT", 3)
+    with pytest.raises(OtherVersionError, match="was not written by this version of outrider"):
+        verify_checkpoint(folder)
+    with pytest.raises(OtherVersionError):
+        newest_sound(tmp_path)
+    assert list_checkpoints(tmp_path) == [folder], "it is not damaged"
 
 
 def test_a_checkpoint_never_holds_a_nan(tmp_path: Path) -> None:
@@ -146,8 +150,12 @@ def test_a_checkpoint_never_holds_a_nan(tmp_path: Path) -> None:
     with torch.no_grad():
         drafter.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"^layers\.1\.mlp\.up_proj\.weight is not finite"):
-        save_checkpoint(tmp_path, drafter, optimizer, Position(10, None, None), target="t", inputs=INPUTS, keep=1)
+        save_checkpoint(tmp_path, drafter, optimizer, position_at(10))
     assert loadable(tmp_path) == ["step-00000005"]
+    drafter, optimizer = trained(1)
+    optimizer.state[drafter.norm.weight]["exp_avg"][3] = float("inf")
+    with pytest.raises(FloatingPointError, match=r"^exp_avg/norm\.weight is not finite"):
+        save_checkpoint(tmp_path, drafter, optimizer, position_at(10))
 
 
 def test_a_full_disk_at_every_file_operation(tmp_path: Path) -> None:
@@ -155,7 +163,7 @@ def test_a_full_disk_at_every_file_operation(tmp_path: Path) -> None:
     drafter, optimizer = trained(3)
 
     def save_next(run: Path) -> None:
-        save_checkpoint(run, drafter, optimizer, Position(10, None, None), target="t", inputs=INPUTS, keep=2)
+        save_checkpoint(run, drafter, optimizer, position_at(10))
 
     operations = count_file_operations(lambda: save_next(tmp_path / "counted"))
     assert operations > 15
@@ -172,13 +180,13 @@ def test_a_full_disk_at_every_file_operation(tmp_path: Path) -> None:
         assert re.fullmatch(r"cannot write [^\n]*: the disk is full[^\n]*", sentence or "") or len(found) == 2, "a quiet failure"
 
 
-@pytest.mark.parametrize("name", ["drafter.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
 def test_a_disk_that_fills_up_in_the_middle_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """As safetensors does it: half the bytes are there, and the error is no OSError."""
     real = checkpoint_module.save_file
 
-    def save_half(tensors: dict[str, torch.Tensor], path: Path) -> None:
-        real(tensors, path)
+    def save_half(tensors: dict[str, torch.Tensor], path: Path, **rest: Any) -> None:
+        real(tensors, path, **rest)
         if path.name == name:
             path.write_bytes(path.read_bytes()[:1000])
             raise RuntimeError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
@@ -198,14 +206,14 @@ sys.path[:0] = [{tests!r}, {here!r}]
 import torch
 torch.set_num_threads(1)
 from faults import at_each_file_operation
-from test_checkpoint import INPUTS, Position, save_checkpoint, trained
+from test_checkpoint import position_at, save_checkpoint, trained
 from outrider.errors import UserError
 
 drafter, optimizer = trained(3)
 base = Path({base!r})
 
 def save_next(run):
-    save_checkpoint(run, drafter, optimizer, Position(10, None, None), target="t", inputs=INPUTS, keep=1)
+    save_checkpoint(run, drafter, optimizer, position_at(10), keep=1)
 
 def in_child(work):
     child = os.fork()
@@ -250,7 +258,7 @@ print(number)
 
 def test_a_kill_at_every_file_operation(tmp_path: Path) -> None:
     """SIGKILL, by the clock of the kernel's calls; and a write that the kernel itself refuses (a limit on the file size)."""
-    most = 60
+    most = 90
     save(tmp_path / "limit", 1, 5)
     for number in range(most):
         shutil.copytree(tmp_path / "limit", tmp_path / str(number))
@@ -274,7 +282,8 @@ def test_a_kill_at_every_file_operation(tmp_path: Path) -> None:
 
 def test_the_state_says_what_it_is(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, 5)
-    state = json.loads((folder / "state.json").read_text())
-    assert state["position"] == {"step": 5, "tau": 1.5, "tau_step": 5}
-    assert state["inputs"] == INPUTS
-    assert set(load_file(folder / "drafter.safetensors")) == set(trained(1, steps=0)[0].state_dict())
+    state = read_state(folder)
+    assert state == json.loads((folder / "state.json").read_text())
+    assert state.pop("position") == asdict(position_at(5))
+    assert state == {"format": 2, **{k: v for k, v in asdict(ORIGIN).items() if k != "drafter_config"}}
+    assert set(load_file(folder / "drafter" / "model.safetensors")) == set(trained(1, steps=0)[0].state_dict())

@@ -44,7 +44,8 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def final_tensors(run: RunConfig) -> dict[str, torch.Tensor]:
     folder = list_checkpoints(run.train.folder)[-1]
-    return {**load_file(folder / "drafter.safetensors"), **load_file(folder / "optimizer.safetensors")}
+    files = ("drafter/model.safetensors", "optimizer.safetensors", "rng.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
 
 
 def assert_same_run(run: RunConfig, other: RunConfig) -> None:
@@ -82,26 +83,26 @@ def test_ten_steps_equal_five_and_resume(
     whole, parts = make_run("whole", **changes), make_run("parts", **changes)
     rows = load_rows(whole.data.rows)
     assert 10 * whole.train.rows_per_batch * whole.train.accumulation > 2 * len(rows), "more than two epochs"
-    train(whole, resume=False, check=None)
+    train(whole, check=None)
     with monkeypatch.context() as patch:
         stop_after(stop, patch)
         with pytest.raises(KeyboardInterrupt):
-            train(parts, resume=False, check=None)
+            train(parts, check=None)
     assert len(metrics(parts)) == stop
     torch.manual_seed(12345)
     torch.rand(7)
-    result = train(parts, resume=True, check=None)
+    result = train(parts, check=None)
     assert result["steps"] == 10
     assert_same_run(whole, parts)
 
 
 def test_the_same_run_twice_is_the_same_to_the_bit(make_run: MakeRun) -> None:
     first, second = make_run("first"), make_run("second")
-    train(first, resume=False, check=None)
-    train(second, resume=False, check=None)
+    train(first, check=None)
+    train(second, check=None)
     assert_same_run(first, second)
     other = make_run("other", **{"train.seed": 1})
-    train(other, resume=False, check=None)
+    train(other, check=None)
     assert not torch.equal(final_tensors(other)["fc.weight"], final_tensors(first)["fc.weight"])
 
 
@@ -116,7 +117,7 @@ def test_every_epoch_sees_every_row_once(make_run: MakeRun, monkeypatch: pytest.
         return real(rows, resolved, epochs, device)
 
     monkeypatch.setattr(loop_module, "lay_out", lay_out)
-    train(run, resume=False, check=None)
+    train(run, check=None)
     count = len(load_rows(run.data.rows))
     assert len(seen) in (3 * count, 3 * count + 1), "rounded up to a whole step"
     assert sorted(seen[: 3 * count]) == [(epoch, row) for epoch in range(3) for row in range(count)]
@@ -156,7 +157,7 @@ def test_golden_loss_of_twenty_steps(make_run: MakeRun, toy_rows: Path, tmp_path
     folder = Path(shutil.copytree(toy_rows, tmp_path / "rows"))
     rewrite_rows(folder, counting_rows(9), row_length=64)
     run = make_run("golden", **{"data.rows": str(folder), "train.steps": 20, "train.precision": "float32"})
-    train(run, resume=False, check=None)
+    train(run, check=None)
     found = [line["loss"] for line in metrics(run)]
     if os.environ.get("OUTRIDER_WRITE_GOLDEN"):
         GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
@@ -178,21 +179,24 @@ class Check:
 
 def test_acceptance_is_measured_every_n_steps_and_at_the_end(make_run: MakeRun) -> None:
     run, check = make_run("run", **{"train.accept_every": 4}), Check()
-    result = train(run, resume=False, check=check)
+    result = train(run, check=check)
     assert check.calls == 3
     assert [(line["step"], line["tau"]) for line in metrics(run) if "tau" in line] == [(4, 1.5), (8, 2.0), (10, 2.5)]
     assert result["tau"] == 2.5
     state = json.loads((list_checkpoints(run.train.folder)[-1] / "state.json").read_text())
-    assert state["position"] == {"step": 10, "tau": 2.5, "tau_step": 10}
-    assert train(run, resume=True, check=check)["tau"] == 2.5, "a finished run resumes to what it was"
+    assert {k: state["position"][k] for k in ("step", "tau", "tau_step", "best_tau")} == {
+        "step": 10, "tau": 2.5, "tau_step": 10, "best_tau": 2.5,
+    }
+    assert train(run, check=check)["tau"] == 2.5, "a finished run resumes to what it was"
     assert check.calls == 3
 
 
 def test_result_has_the_keys_of_the_contract(make_run: MakeRun) -> None:
     run = make_run()
-    result = train(run, resume=False, check=None)
+    result = train(run, check=None)
     assert result.keys() == {
         "run", "steps", "loss", "tau", "seconds", "peak_bytes_predicted", "peak_bytes_measured", "checkpoint",
+        "stopped",
     }
     assert result["loss"] == metrics(run)[-1]["loss"]
     assert result["peak_bytes_measured"] > 2**20
@@ -201,7 +205,7 @@ def test_result_has_the_keys_of_the_contract(make_run: MakeRun) -> None:
 
 def test_resolved_run_file_is_saved_and_reads_back(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run()
-    train(run, resume=False, check=None)
+    train(run, check=None)
     saved = load_run(run.train.folder / "resolved.toml")
     assert saved.drafter.num_heads == 4
     assert saved.objective.gamma == 2.0
@@ -218,26 +222,26 @@ def test_resolved_run_file_is_saved_and_reads_back(make_run: MakeRun, capsys: py
     ("layout.anchors", 13, r"layout\.anchors \(12 -> 13\)"), ("train.rows_per_batch", 1, r"train\.rows_per_batch \(2 -> 1\)"),
 ])
 def test_resume_refuses_a_changed_run_and_names_the_field(make_run: MakeRun, key: str, value: Any, name: str) -> None:
-    run = make_run(**{"train.steps": 10, "train.checkpoint_every": 10})
-    train(run, resume=False, check=None)
+    run = make_run(**{"train.steps": 10, "checkpoint.every": 10})
+    train(run, check=None)
     before = {path: path.read_bytes() for path in run.train.folder.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=f"the run file changed since its checkpoint: {name}: undo"):
-        train(make_run(**{"train.checkpoint_every": 10, key: value}), resume=True, check=None)
+    with pytest.raises(UserError, match=rf"holds a run of another run file \({name}\): undo"):
+        train(make_run(**{"checkpoint.every": 10, key: value}), check=None)
     assert before == {path: path.read_bytes() for path in run.train.folder.rglob("*") if path.is_file()}
-    train(make_run(**{"train.checkpoint_every": 3, "train.log_every": 2}), resume=True, check=None)
+    train(make_run(**{"checkpoint.every": 3, "train.log_every": 2}), check=None)
 
 
 def test_resume_refuses_other_rows_under_the_same_name(make_run: MakeRun, toy_rows: Path, tmp_path: Path) -> None:
     """The same rows in another order, with a description and checksum that fit them."""
     folder = Path(shutil.copytree(toy_rows, tmp_path / "rows"))
     run = make_run(**{"data.rows": str(folder)})
-    train(run, resume=False, check=None)
+    train(run, check=None)
     rows = load_rows(folder)
     batch = rows.batch(list(reversed(range(len(rows)))))
     columns = [x.numpy() for x in (batch.input_ids_BS.int(), batch.document_ids_BS.int(), batch.loss_mask_BS)]
     rewrite_rows(folder, [PackedRow(*row) for row in zip(*columns, strict=True)], row_length=rows.row_length)
     with pytest.raises(UserError, match=r"^data\.rows: what it names has changed since"):
-        train(run, resume=True, check=None)
+        train(run, check=None)
 
 
 def test_resume_refuses_another_target_under_the_same_name(
@@ -245,10 +249,10 @@ def test_resume_refuses_another_target_under_the_same_name(
 ) -> None:
     folder = Path(shutil.copytree(toy_folder("llama"), tmp_path / "target"))
     run = make_run(**{"target.path": str(folder)})
-    train(run, resume=False, check=None)
+    train(run, check=None)
     shutil.copy(toy_folder("llama", seed=1) / "model.safetensors", folder / "model.safetensors")
     with pytest.raises(UserError, match=r"^target\.path: what it names has changed since"):
-        train(run, resume=True, check=None)
+        train(run, check=None)
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
@@ -267,7 +271,7 @@ def test_resume_refuses_another_target_under_the_same_name(
 def test_a_run_that_cannot_start_writes_nothing(make_run: MakeRun, changes: dict[str, Any], sentence: str) -> None:
     run = make_run(**changes)
     with pytest.raises(UserError, match=sentence):
-        train(run, resume=False, check=None)
+        train(run, check=None)
     assert not run.train.folder.exists()
 
 
@@ -275,35 +279,36 @@ def test_mask_token_that_is_a_second_stop_token(make_run: MakeRun, toy_folder: C
     target = Path(shutil.copytree(toy_folder("llama"), tmp_path / "target"))
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, MASK]}))
     with pytest.raises(UserError, match=rf"mask_token_id = {MASK}: is the target's eos token"):
-        train(make_run(**{"target.path": str(target)}), resume=False, check=None)
+        train(make_run(**{"target.path": str(target)}), check=None)
 
 
-def test_folder_in_use_and_nothing_to_resume(make_run: MakeRun) -> None:
-    run = make_run(**{"train.steps": 1})
-    with pytest.raises(UserError, match="holds no checkpoint to resume from: leave out --resume"):
-        train(run, resume=True, check=None)
-    train(run, resume=False, check=None)
-    with pytest.raises(UserError, match="already holds checkpoints of a run: add --resume"):
-        train(run, resume=False, check=None)
+def test_a_finished_run_is_left_as_it_is(make_run: MakeRun) -> None:
+    run = make_run()
+    first = train(run, check=None)
+    before = {path: path.read_bytes() for path in run.train.folder.rglob("*") if path.is_file()}
+    again = train(run, check=None)
+    assert {k: again[k] for k in ("steps", "loss", "checkpoint")} == {k: first[k] for k in ("steps", "loss", "checkpoint")}
+    assert before == {path: path.read_bytes() for path in run.train.folder.rglob("*") if path.is_file()}
 
 
 def test_a_run_folder_that_cannot_be_written(make_run: MakeRun, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match=r"^cannot write .*file/run: a part of this path is a file"):
-        train(make_run(**{"train.folder": str(tmp_path / "file" / "run")}), resume=False, check=None)
+        train(make_run(**{"train.folder": str(tmp_path / "file" / "run")}), check=None)
 
 
 @pytest.mark.parametrize("place", ["run", "metrics.jsonl"])
 def test_a_read_only_or_full_disk(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """At the first write, and at a line of metrics after a checkpoint, which stays whole. (A root user may write anywhere.)"""
-    run = make_run(**{"train.checkpoint_every": 1})
+    run = make_run(**{"checkpoint.every": 1})
     real = {"run": Path.mkdir, "metrics.jsonl": Path.open}[place]
     calls = 0
 
     def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
-        calls += self.name == place
-        if self.name == place and (place == "run" or calls == 3):
+        mine = self.name == place and (place == "run" or args == ("a",))
+        calls += mine
+        if mine and (place == "run" or calls == 3):
             code = errno.EROFS if place == "run" else errno.ENOSPC
             raise OSError(code, os.strerror(code), str(self))
         return real(self, *args, **kwargs)
@@ -311,23 +316,39 @@ def test_a_read_only_or_full_disk(make_run: MakeRun, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Path, real.__name__, refuse)
     sentence = {"run": "read-only file system", "metrics.jsonl": r"metrics\.jsonl: the disk is full"}[place]
     with pytest.raises(UserError, match=f"^cannot write .*{sentence}"):
-        train(run, resume=False, check=None)
+        train(run, check=None)
     if place == "metrics.jsonl":
         verify_checkpoint(list_checkpoints(run.train.folder)[-1])
         monkeypatch.undo()
-        whole = make_run("whole", **{"train.checkpoint_every": 1})
-        train(run, resume=True, check=None)
-        train(whole, resume=False, check=None)
+        whole = make_run("whole", **{"checkpoint.every": 1})
+        train(run, check=None)
+        train(whole, check=None)
         assert_same_run(run, whole)
 
 
-def test_a_damaged_checkpoint_stops_the_resume(make_run: MakeRun) -> None:
-    run = make_run()
-    train(run, resume=False, check=None)
-    weights = list_checkpoints(run.train.folder)[-1] / "drafter.safetensors"
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    with pytest.raises(UserError, match=r"drafter\.safetensors: the checkpoint is damaged .* from the checkpoint before it"):
-        train(run, resume=True, check=None)
+def damage(checkpoint: Path) -> None:
+    file = checkpoint / "drafter" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def test_a_damaged_checkpoint_is_put_aside(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one before it is used, and the run ends as if nothing had been; with none left it does not begin anew by itself."""
+    run, whole = make_run("run"), make_run("whole")
+    for each in (run, whole):
+        train(each, check=None)
+    damage(list_checkpoints(run.train.folder)[-1])
+    capsys.readouterr()
+    train(run, check=None)
+    said = capsys.readouterr().err
+    assert "drafter/model.safetensors: the checkpoint is damaged" in said
+    assert "renamed to step-00000010.damaged" in said
+    assert "going on from" in said
+    shutil.rmtree(run.train.folder / "checkpoints" / "step-00000010.damaged")
+    assert_same_run(run, whole)
+    for checkpoint in list_checkpoints(run.train.folder):
+        damage(checkpoint)
+    with pytest.raises(UserError, match="none of the 2 checkpoints is whole: bring one back"):
+        train(run, check=None)
 
 
 def test_a_bad_gradient_stops_and_the_checkpoint_is_clean(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,18 +363,33 @@ def test_a_bad_gradient_stops_and_the_checkpoint_is_clean(make_run: MakeRun, mon
 
     monkeypatch.setattr(loop_module, "start", start)
     with pytest.raises(FloatingPointError, match=r"the gradient of layers\.1\.mlp\.gate_proj\.weight is not finite"):
-        train(run, resume=False, check=None)
+        train(run, check=None)
     assert len(metrics(run)) == 6, "two micro-batches a step: the 14th is in step 7"
     assert [p.name for p in list_checkpoints(run.train.folder)] == ["step-00000005"]
     assert all(torch.isfinite(tensor).all() for tensor in final_tensors(run).values())
 
 
-KILLED = """
-import os, signal, sys
+CHILD = """
+import os, signal, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
+{patch}
 from outrider.config import load_run
+from outrider.train.loop import train
+print(train(load_run(Path(sys.argv[1])), check=None)["stopped"])
+"""
+
+
+def run_in_child(run: RunConfig, patch: str) -> subprocess.CompletedProcess[str]:
+    """Train in another process, where `patch` is executed first."""
+    file = run.train.folder.with_suffix(".toml")
+    file.write_text(to_toml(run), encoding="utf-8")
+    return subprocess.run([sys.executable, "-c", CHILD.format(patch=patch), str(file)], capture_output=True, text=True,
+                          timeout=100, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+KILLED = """
 from outrider.train import loop
 real = loop._one_step
 def one_step(run, step, *rest):
@@ -363,17 +399,14 @@ def one_step(run, step, *rest):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(run, step, *rest)
 loop._one_step = one_step
-loop.train(load_run(Path(sys.argv[1])), resume=False, check=None)
 """
 
 
-def test_a_killed_process_resumes_exactly(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_killed_process_resumes_exactly(make_run: MakeRun) -> None:
     """A real SIGKILL, in another process, in the middle of a line of metrics."""
     whole, parts = make_run("whole"), make_run("parts")
-    (tmp_path / "run.toml").write_text(to_toml(parts), encoding="utf-8")
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run.toml")], capture_output=True, text=True, timeout=100,
-                          check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    done = run_in_child(parts, KILLED)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    train(parts, resume=True, check=None)
-    train(whole, resume=False, check=None)
+    train(parts, check=None)
+    train(whole, check=None)
     assert_same_run(whole, parts)

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import ORIGIN, save_checkpoint
 from overfit import random_drafter
 from safetensors import safe_open
 from toys import VOCAB, toy_shape
@@ -16,13 +18,13 @@ from outrider.errors import UserError
 from outrider.features.target import load_target
 from outrider.model.attention import rotary_table
 from outrider.model.drafter import Drafter
+from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, tensor_shapes, to_config
 from outrider.records import FULL, SLIDING, DrafterShape
-from outrider.train.checkpoint import Position, save_checkpoint
+from outrider.train.checkpoint import Position
 from outrider.weights import export as export_module
 from outrider.weights.card import CARD_NAME
-from outrider.weights.export import embedding_scale
+from outrider.weights.export import scale_of_embedding
 from outrider.weights.opening import open_drafter
-from outrider.weights.published import CONFIG_NAME, WEIGHTS_NAME, tensor_shapes
 from outrider.weights.serve import serve_commands
 
 ToyFolder = Callable[..., Path]
@@ -37,7 +39,9 @@ def save_run(folder: Path, drafter: Drafter, *, target: Path, step: int = 1) -> 
     """A run folder with one checkpoint of `drafter`."""
     drafter.requires_grad_(True)
     optimizer = torch.optim.AdamW(drafter.parameters())
-    save_checkpoint(folder, drafter, optimizer, Position(step, None, None), target=str(target), inputs={}, keep=9)
+    config = to_config(drafter.shape, embedding_scale=1.0, softcap=None, dtype="bfloat16")
+    origin = replace(ORIGIN, target=str(target), drafter_config=config)
+    save_checkpoint(folder, drafter, optimizer, Position(step=step), origin=origin)
     return folder
 
 
@@ -70,12 +74,12 @@ def test_open_drafter_knows_run_checkpoint_and_export(tmp_path: Path, toy_folder
     assert all(torch.equal(rounded[name], tensor.bfloat16().float()) for name, tensor in exact.items())
 
 
-@pytest.mark.parametrize("name", ["drafter.safetensors", "state.json"])
+@pytest.mark.parametrize("name", ["drafter/model.safetensors", "state.json"])
 def test_a_checkpoint_cut_in_half_is_refused(tmp_path: Path, toy_folder: ToyFolder, name: str) -> None:
     run = save_run(tmp_path / "run", random_drafter(toy_shape(), seed=0), target=toy_folder("llama"))
     file = run / "checkpoints" / "step-00000001" / name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(UserError, match="damaged"):
+    with pytest.raises(UserError, match=r"damaged|state\.json: the checkpoint's state is not valid JSON"):
         export(run, tmp_path / "out", None)
     assert not (tmp_path / "out").exists()
 
@@ -182,8 +186,8 @@ def test_a_target_that_scales_its_embedding_is_told(tmp_path: Path, toy_folder: 
     target = load_target(str(tmp_path / "gemma"), dtype="float32", device="cpu", last_layer=None, head=True)
     ids = torch.arange(5)
     table_VD = target.model.get_input_embeddings().weight
-    torch.testing.assert_close(target.embed(ids), table_VD[ids] * embedding_scale(str(tmp_path / "gemma")))
-    assert embedding_scale(str(toy_folder("llama"))) == 1.0
+    torch.testing.assert_close(target.embed(ids), table_VD[ids] * scale_of_embedding(str(tmp_path / "gemma")))
+    assert scale_of_embedding(str(toy_folder("llama"))) == 1.0
     export(save_run(tmp_path / "run", random_drafter(toy_shape(), seed=0), target=tmp_path / "gemma"), tmp_path / "out", None)
     dflash = json.loads((tmp_path / "out" / CONFIG_NAME).read_text())["dflash_config"]
     assert (dflash["input_embedding_scale"], dflash["final_logit_softcapping"]) == (32**0.5, 30.0)

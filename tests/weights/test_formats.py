@@ -16,6 +16,7 @@ from toys import EOS, VOCAB, toy_model, toy_shape
 from outrider.errors import UserError
 from outrider.features.target import load_target
 from outrider.files import write_json
+from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME
 from outrider.records import FULL, SLIDING, DrafterShape
 from outrider.verify.decode import speculate
 from outrider.verify.sampling import DecodeOptions
@@ -23,7 +24,6 @@ from outrider.weights.card import CARD_NAME
 from outrider.weights.gguf import GGUF_NAME
 from outrider.weights.golden import GOLDEN_NAME, STAGES, check_golden, golden_draft
 from outrider.weights.opening import open_drafter
-from outrider.weights.published import CONFIG_NAME, WEIGHTS_NAME
 from outrider.weights.selfcheck import rounded
 from outrider.weights.speculators import is_speculators
 

@@ -14,12 +14,12 @@ from toys import VOCAB, noise, toy_shape
 from outrider.data.prompts import read_prompts
 from outrider.features.target import Target, load_target, load_tokenizer
 from outrider.model.drafter import ContextCache, Drafter
+from outrider.model.published import to_config
 from outrider.records import FULL, SLIDING
 from outrider.verify.decode import speculate, target_alone
 from outrider.verify.sampling import DecodeOptions
 from outrider.weights.export import write_published
 from outrider.weights.opening import open_drafter
-from outrider.weights.published import to_config
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("dflash") is None,
                                 reason="the dflash package is not installed: pip install --no-deps dflash==0.1.0")

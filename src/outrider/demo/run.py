@@ -20,9 +20,8 @@ from outrider.features.target import load_target, load_tokenizer, read_facts
 from outrider.files import write_atomic, write_json
 from outrider.progress import ProgressBar, clock, say
 from outrider.show import identity, slot_table, wide_console
-from outrider.train.checkpoint import list_checkpoints
-from outrider.train.loop import build_drafter
 from outrider.train.resolve import resolve
+from outrider.train.start import build_drafter
 from outrider.verify.decode import speculate
 from outrider.verify.sampling import DecodeOptions
 from outrider.verify.score import count_acceptance
@@ -60,10 +59,12 @@ folder = "{folder}/run"
 precision = "{dtype}"
 steps = 480
 log_every = 10
-checkpoint_every = 160
 accept_every = 240
 accept_prompts = 8
 accept_tokens = 48
+
+[checkpoint]
+every = 160
 """
 
 
@@ -99,8 +100,10 @@ class Road:
         write_text(self / "run.toml", RUN_FILE.format(folder=self.folder, dtype=self.dtype, mask=MASK_TOKEN_ID))
 
     def train(self) -> dict[str, Any]:
-        begun = bool(list_checkpoints(self / "run"))
-        return cli.train(self / "run.toml", resume=begun)
+        result = cli.train(self / "run.toml")
+        if result["stopped"]:
+            raise KeyboardInterrupt
+        return result
 
     def export(self) -> dict[str, Any]:
         return cli.export(self / "run", self / "drafter")

@@ -150,6 +150,17 @@ def _stop_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBas
     return found
 
 
+def embedding_scale(embedding: nn.Module, *, where: str) -> float:
+    """What an input embedding multiplies its table by: 1 for a plain one. Raises UserError; `where` names the target in it."""
+    if type(embedding) is nn.Embedding:
+        return 1.0
+    scale = getattr(embedding, "scalar_embed_scale", None)  # not ours: Gemma's scaled embedding in transformers
+    if not isinstance(scale, float):
+        raise UserError(f"target.path = {where!r}: its input embedding is a {type(embedding).__name__}, whose scaling "
+                        "other engines cannot be told: this architecture cannot be exported")
+    return scale
+
+
 def cut_at_stop(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
     """The tokens up to and including the first stop token."""
     for i, token in enumerate(tokens):

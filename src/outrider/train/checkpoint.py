@@ -1,6 +1,13 @@
-"""Takes a drafter, its optimizer and a position, gives whole checkpoints on disk and back; knows nothing of data or losses."""
+"""Takes a copy of a run's state on the host, gives whole checkpoints on disk and back; knows nothing of when or how many.
 
-import shutil
+A checkpoint is a folder:
+    drafter/config.json, drafter/model.safetensors   the fp32 masters in the published layout: engines load this folder as it is
+    optimizer.safetensors                            both moments and step counts, `exp_avg/layers.0...`
+    rng.safetensors                                  random generators
+    state.json                                       the position, and what the run was made from
+    manifest.json                                    SHA-256 of all these files
+"""
+
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,21 +17,64 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.errors import UserError
-from outrider.files import atomic_folder, explain_os_errors, read_json, sha256_file, write_json
+from outrider.files import atomic_folder, read_json, sha256_file, write_json
 from outrider.model.drafter import Drafter
-from outrider.records import DrafterShape
+from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME
+from outrider.progress import say
+from outrider.train.rng import restore_rng
 
-FORMAT = 1
-FILES = ("drafter.safetensors", "optimizer.safetensors", "state.json")
+FORMAT = 2
+DRAFTER_FOLDER, OPTIMIZER_NAME, RNG_NAME, STATE_NAME = "drafter", "optimizer.safetensors", "rng.safetensors", "state.json"
+FILES = (f"{DRAFTER_FOLDER}/{CONFIG_NAME}", f"{DRAFTER_FOLDER}/{WEIGHTS_NAME}", OPTIMIZER_NAME, RNG_NAME, STATE_NAME)
+
+Tensors = dict[str, Tensor]
+
+
+class OtherVersionError(UserError):
+    """A sound checkpoint that this version of outrider cannot read."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: `step` optimizer steps are done. Rows and anchors follow from it, so nothing else is needed."""
+    """Where a run stands: `step` optimizer steps are done. Rows, anchors and rates follow from it.
 
-    step: int
-    tau: float | None
-    tau_step: int | None
+    `tau`: real accepted length, last measured at `tau_step`; `best_tau` the best of them. `seconds`: training time so far, over
+    all interruptions. `metrics_bytes`: length of metrics.jsonl.
+    """
+
+    step: int = 0
+    tau: float | None = None
+    tau_step: int | None = None
+    best_tau: float | None = None
+    seconds: float = 0.0
+    metrics_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run was made from, the same in all its checkpoints.
+
+    `drafter_config`: config.json of its drafter. `target`: path or hub id. `inputs`: a digest of the content behind each path
+    of the run file (`section.key`). `config`: the resolved run file. `versions`: of libraries. `git_commit`: of the repository
+    that the run folder lies in.
+    """
+
+    drafter_config: dict[str, Any]
+    target: str
+    inputs: dict[str, str]
+    config: dict[str, Any]
+    versions: dict[str, str]
+    git_commit: str | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a checkpoint holds, on the host: training may go on while it is written."""
+
+    position: Position
+    drafter: Tensors
+    optimizer: Tensors
+    rng: Tensors
 
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:
@@ -32,98 +82,97 @@ def checkpoint_path(run_folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
-    """The run's checkpoints, oldest first. Interrupted writes have other names and are not among them."""
+    """The run's checkpoints, oldest first. Interrupted writes and damaged ones have other names and are not among them."""
     return sorted((run_folder / "checkpoints").glob("step-????????"))
 
 
-def save_checkpoint(
-    run_folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, position: Position, *, target: str,
-    inputs: dict[str, str], keep: int
-) -> Path:
-    """Write fp32 weights, both moments, the position and the shape, whole or not at all; then drop all but the last `keep`.
+def moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> Tensors:
+    """The optimizer's state by name, `exp_avg/layers.0...`; not copied."""
+    return {f"{key}/{name}": value for name, parameter in drafter.named_parameters()
+            for key, value in optimizer.state[parameter].items()}
 
-    `inputs`: a digest of the content behind each of the run file's paths (`section.key`), which must be the same to resume.
-    Raises UserError when the disk refuses, FloatingPointError when a weight is not finite.
-    """
-    for name, weight in drafter.named_parameters():
-        if not torch.isfinite(weight).all():
+
+def write_checkpoint(run_folder: Path, snapshot: Snapshot, origin: Origin) -> Path:
+    """Write a checkpoint, whole or not at all. Raises UserError when the disk refuses, FloatingPointError for a NaN in it."""
+    for name, tensor in (snapshot.drafter | snapshot.optimizer).items():
+        if not torch.isfinite(tensor).all():
             raise FloatingPointError(f"{name} is not finite: no checkpoint was written, earlier ones are intact")
-    folder = checkpoint_path(run_folder, position.step)
+    folder = checkpoint_path(run_folder, snapshot.position.step)
+    facts = {key: value for key, value in asdict(origin).items() if key != "drafter_config"}
     with atomic_folder(folder) as temporary:
-        save_file(dict(drafter.state_dict()), temporary / "drafter.safetensors")
-        save_file(_moments(drafter, optimizer), temporary / "optimizer.safetensors")
-        write_json(temporary / "state.json", {"format": FORMAT, "position": asdict(position), "shape": asdict(drafter.shape),
-                                              "target": target, "inputs": inputs})
+        (temporary / DRAFTER_FOLDER).mkdir()
+        write_json(temporary / DRAFTER_FOLDER / CONFIG_NAME, origin.drafter_config)
+        save_file(snapshot.drafter, temporary / DRAFTER_FOLDER / WEIGHTS_NAME, metadata={"format": "pt"})
+        save_file(snapshot.optimizer, temporary / OPTIMIZER_NAME)
+        save_file(snapshot.rng, temporary / RNG_NAME)
+        write_json(temporary / STATE_NAME, {"format": FORMAT, "position": asdict(snapshot.position), **facts})
         write_json(temporary / "manifest.json", {name: sha256_file(temporary / name) for name in FILES})
-    _sweep(run_folder, keep)
     return folder
 
 
-def _sweep(run_folder: Path, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints, each renamed first so that none is ever half there, and killed writes."""
-    with explain_os_errors(run_folder / "checkpoints"):
-        for old in list_checkpoints(run_folder)[:-keep]:
-            old.rename(old.with_name(f".{old.name}.partial"))
-        for leftover in (run_folder / "checkpoints").glob(".step-*.partial"):
-            shutil.rmtree(leftover)
-
-
-def _moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state = {}
-    for name, parameter in drafter.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            state[f"{key}/{name}"] = value.detach().clone()
-    return state
-
-
 def verify_checkpoint(folder: Path) -> None:
-    """Raises UserError when a file of the checkpoint is missing, cut or changed, or of another version."""
+    """Raises UserError when a file of the checkpoint is missing, cut or changed, OtherVersionError."""
+    read_state(folder)
     manifest = read_json(folder / "manifest.json", what="the checkpoint's manifest")
     for name in FILES:
         file = folder / name
         if not isinstance(manifest, dict) or not file.is_file() or sha256_file(file) != manifest.get(name):
-            raise UserError(f"{file}: the checkpoint is damaged (the file is missing, cut or changed): remove the folder "
-                            f"{folder} and resume from the checkpoint before it")
-    _read_state(folder)
+            raise UserError(f"{file}: the checkpoint is damaged (the file is missing, cut or changed): use the one before it")
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
-    path = folder / "state.json"
+def read_state(folder: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint. Raises UserError when it is missing or broken, OtherVersionError."""
+    path = folder / STATE_NAME
     state = read_json(path, what="the checkpoint's state")
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise UserError(f"{path}: was not written by this version of outrider: train again, or use the version that wrote it")
+        raise OtherVersionError(f"{path}: was not written by this version of outrider: use the version that wrote it, or start a "
+                                "new run with --set train.folder=...")
     return state
 
 
-def load_shape(folder: Path) -> tuple[DrafterShape, str]:
-    """The shape of a checkpoint's drafter and the target it was trained for. Raises UserError."""
-    state = _read_state(folder)
+def read_position(folder: Path) -> Position:
+    """Where the run stood at a checkpoint. Raises UserError."""
     try:
-        shape = state["shape"]
-        return DrafterShape(**{**shape, "target_layer_ids": tuple(shape["target_layer_ids"]),
-                               "layer_types": tuple(shape["layer_types"])}), state["target"]
+        return Position(**read_state(folder)["position"])
     except (KeyError, TypeError) as error:
-        raise UserError(f"{folder / 'state.json'}: the checkpoint's state lacks what describes its drafter ({error}): restore "
-                        "the file or use another checkpoint") from error
+        raise UserError(f"{folder / STATE_NAME}: holds no position of a run ({error}): use another checkpoint") from error
 
 
-def resume_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, *, inputs: dict[str, str]) -> Position:
-    """Load weights and both moments in place and return the position, exactly as they were saved.
+def newest_sound(run_folder: Path) -> Path | None:
+    """The newest checkpoint whose files are all as written, or None where there are none at all.
 
-    Raises UserError when the checkpoint is damaged, or was made from other `inputs` (see `save_checkpoint`).
+    A damaged one is renamed to `<name>.damaged`, which is said, and the one before it is tried. Raises UserError when none is
+    sound, OtherVersionError when the newest is of another version.
     """
-    verify_checkpoint(folder)
-    before = _read_state(folder)["inputs"]
-    for name in sorted(before.keys() | inputs.keys()):
-        if before.get(name) != inputs.get(name):
-            raise UserError(f"{name}: what it names has changed since {folder} was written: bring it back, or train in another "
-                            "folder")
-    drafter.load_state_dict(load_file(folder / "drafter.safetensors"))
-    moments = load_file(folder / "optimizer.safetensors")
+    found = list_checkpoints(run_folder)
+    for folder in reversed(found):
+        try:
+            verify_checkpoint(folder)
+        except OtherVersionError:
+            raise
+        except UserError as error:
+            folder.rename(folder.with_name(f"{folder.name}.damaged"))
+            say(f"{error}; renamed to {folder.name}.damaged")
+            continue
+        return folder
+    if found:
+        raise UserError(f"{run_folder / 'checkpoints'}: none of the {len(found)} checkpoints is whole: bring one back from a "
+                        "copy, or start a new run with --set train.folder=...")
+    return None
+
+
+def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> Position:
+    """Load weights, moments and random generators in place and return the position, exactly as they were saved.
+
+    The folder has been verified.
+    """
+    drafter.load_state_dict(load_file(folder / DRAFTER_FOLDER / WEIGHTS_NAME))
+    saved = load_file(folder / OPTIMIZER_NAME)
     for name, parameter in drafter.named_parameters():
-        keys = {key.split("/", 1)[0] for key in moments if key.split("/", 1)[1] == name}
-        optimizer.state[parameter] = {key: moments[f"{key}/{name}"].to(_home(key, parameter)) for key in keys}
-    return Position(**_read_state(folder)["position"])
+        keys = {key.split("/", 1)[0] for key in saved if key.split("/", 1)[1] == name}
+        optimizer.state[parameter] = {key: saved[f"{key}/{name}"].to(_home(key, parameter)) for key in keys}
+    restore_rng(load_file(folder / RNG_NAME))
+    return read_position(folder)
 
 
 def _home(key: str, parameter: Tensor) -> torch.device:

@@ -14,7 +14,8 @@ from outrider.errors import UserError
 from outrider.files import read_json
 from outrider.model.drafter import count_parameters
 from outrider.records import DrafterShape
-from outrider.train.loop import METRICS_NAME, RESOLVED_NAME
+from outrider.train.metrics import METRICS_NAME
+from outrider.train.start import RESOLVED_NAME
 from outrider.verify.tables import EVALUATION_NAME, markdown
 from outrider.weights.golden import GOLDEN_NAME, STAGES
 

@@ -6,20 +6,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import UserError
-from outrider.features.target import DTYPES, load_target, load_tokenizer, read_facts
+from outrider.features.target import DTYPES, embedding_scale, load_target, load_tokenizer, read_facts
 from outrider.files import atomic_folder, write_json
 from outrider.model.drafter import Drafter
-from outrider.train.checkpoint import load_shape
+from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, to_config
+from outrider.train.checkpoint import STATE_NAME, read_state
 from outrider.verify.decode import check_fit
 from outrider.weights.card import CARD_NAME, model_card
 from outrider.weights.gguf import GGUF_NAME, check_gguf, write_gguf
 from outrider.weights.golden import GOLDEN_NAME, golden_draft, write_golden
-from outrider.weights.opening import CHECKPOINT_STATE, find_drafter, open_drafter
-from outrider.weights.published import CONFIG_NAME, WEIGHTS_NAME, to_config
+from outrider.weights.opening import find_drafter, open_drafter
 from outrider.weights.selfcheck import check_gguf_file, rounded, selfcheck
 from outrider.weights.serve import serve_commands
 from outrider.weights.speculators import to_speculators
@@ -39,11 +38,11 @@ def export(
     """
     check_formats(formats)
     source = find_drafter(checkpoint)
-    if not (source / CHECKPOINT_STATE).is_file():
+    if not (source / STATE_NAME).is_file():
         raise UserError(f"{checkpoint}: is an exported drafter already: name a checkpoint or a run")
     check_out(out)
     drafter = rounded(open_drafter(source, dtype="float32", device="cpu"), dtype)
-    target = target_path or load_shape(source)[1]
+    target = target_path or read_state(source)["target"]
     facts = read_facts(target)
     check_fit(drafter.shape, facts)
     if "gguf" in formats:
@@ -83,7 +82,7 @@ def check_formats(formats: Collection[str]) -> None:
 
 
 def _config(formats: Collection[str], drafter: Drafter, target: str, dtype: str) -> dict[str, Any]:
-    scale, softcap = embedding_scale(target), read_facts(target).softcap
+    scale, softcap = scale_of_embedding(target), read_facts(target).softcap
     if "hf" in formats:
         return to_config(drafter.shape, embedding_scale=scale, softcap=softcap, dtype=dtype)
     if scale != 1 or softcap is not None:
@@ -110,14 +109,8 @@ def check_out(out: Path) -> None:
         raise UserError(f"{out}: holds other files ('{foreign[0]}'), which an export would replace: name a new folder")
 
 
-def embedding_scale(target: str) -> float:
-    """What the target's embedding module multiplies its table by: 1 for a plain embedding. Loads no weights. Raises UserError."""
+def scale_of_embedding(target: str) -> float:
+    """`embedding_scale` of a target by its config alone: no weights are loaded. Raises UserError."""
     with torch.device("meta"):
         embedding = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target)).get_input_embeddings()
-    if type(embedding) is nn.Embedding:
-        return 1.0
-    scale = getattr(embedding, "scalar_embed_scale", None)  # not ours: Gemma's scaled embedding in transformers
-    if not isinstance(scale, float):
-        raise UserError(f"target.path = {target!r}: its input embedding is a {type(embedding).__name__}, whose scaling "
-                        "other engines cannot be told: this architecture cannot be exported")
-    return scale
+    return embedding_scale(embedding, where=target)

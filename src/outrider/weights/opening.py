@@ -12,12 +12,10 @@ from outrider.features.target import DTYPES
 from outrider.files import read_json
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
+from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, from_config, tensor_shapes
 from outrider.records import DrafterShape
-from outrider.train.checkpoint import list_checkpoints, load_shape, verify_checkpoint
-from outrider.weights.published import CONFIG_NAME, WEIGHTS_NAME, from_config, tensor_shapes
+from outrider.train.checkpoint import DRAFTER_FOLDER, STATE_NAME, list_checkpoints, verify_checkpoint
 from outrider.weights.speculators import is_speculators, to_published
-
-CHECKPOINT_STATE, CHECKPOINT_WEIGHTS = "state.json", "drafter.safetensors"
 
 
 def open_drafter(path: Path, *, dtype: str, device: str) -> Drafter:
@@ -26,31 +24,29 @@ def open_drafter(path: Path, *, dtype: str, device: str) -> Drafter:
     Raises UserError when there is none or it is damaged.
     """
     folder = find_drafter(path)
-    if (folder / CHECKPOINT_STATE).is_file():
+    if (folder / STATE_NAME).is_file():
         verify_checkpoint(folder)
-        shape, weights = load_shape(folder)[0], folder / CHECKPOINT_WEIGHTS
-    else:
-        config_path = folder / CONFIG_NAME
-        config = read_json(config_path, what="the drafter's config")
-        if is_speculators(config):
-            config = to_published(config, where=str(config_path))
-        shape = from_config(config, where=str(config_path))
-        weights = folder / WEIGHTS_NAME
+        folder = folder / DRAFTER_FOLDER
+    config_path = folder / CONFIG_NAME
+    config = read_json(config_path, what="the drafter's config")
+    if is_speculators(config):
+        config = to_published(config, where=str(config_path))
+    shape = from_config(config, where=str(config_path))
     drafter = Drafter(shape, dense_attention)
-    drafter.load_state_dict(read_tensors(weights, shape))
+    drafter.load_state_dict(read_tensors(folder / WEIGHTS_NAME, shape))
     return drafter.to(torch.device(device), DTYPES[dtype]).eval().requires_grad_(False)
 
 
 def find_drafter(path: Path) -> Path:
     """`path` itself when it is a checkpoint or an export, the newest checkpoint when it is a run. Raises UserError."""
-    if (path / CHECKPOINT_STATE).is_file() or (path / CONFIG_NAME).is_file():
+    if (path / STATE_NAME).is_file() or (path / CONFIG_NAME).is_file():
         return path
     if not path.is_dir():
         raise UserError(f"{path}: there is no such folder: name an exported drafter, a checkpoint or a run")
     checkpoints = list_checkpoints(path)
     if not checkpoints:
         raise UserError(f"{path}: holds no drafter: name an exported folder ({CONFIG_NAME} and {WEIGHTS_NAME}), a checkpoint "
-                        f"({CHECKPOINT_STATE}) or a run (checkpoints/)")
+                        f"({STATE_NAME}) or a run (checkpoints/)")
     return checkpoints[-1]
 
 

@@ -15,9 +15,9 @@ from outrider.features.target import DTYPES, TargetFacts
 from outrider.files import read_json
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import ContextCache, Drafter
+from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, tensor_shapes, to_config
 from outrider.weights.gguf import ARCHITECTURE, metadata, read_gguf, tensor_name
 from outrider.weights.opening import open_drafter
-from outrider.weights.published import CONFIG_NAME, WEIGHTS_NAME, tensor_shapes, to_config
 from outrider.weights.speculators import is_speculators, to_speculators
 
 STORED = {"float32": "F32", "bfloat16": "BF16"}  # safetensors' names

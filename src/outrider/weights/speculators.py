@@ -9,8 +9,8 @@ from transformers import Qwen3Config
 
 from outrider.errors import UserError
 from outrider.features.target import TargetFacts, read_facts
+from outrider.model.published import ARCHITECTURE
 from outrider.records import FULL, SLIDING, DrafterShape
-from outrider.weights.published import ARCHITECTURE
 
 MODEL_TYPE = "dflash"
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from toys import VOCAB, toy_shape
 
 from outrider.errors import UserError
+from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, from_config, tensor_shapes, to_config
 from outrider.records import FULL, SLIDING, DrafterShape
 from outrider.weights.export import write_published
 from outrider.weights.opening import open_drafter
-from outrider.weights.published import CONFIG_NAME, WEIGHTS_NAME, from_config, tensor_shapes, to_config
 
 KEYS = {
     "architectures", "model_type", "dtype", "block_size", "dflash_config", "num_target_layers", "vocab_size", "hidden_size",

@@ -1,0 +1,129 @@
+"""Takes a run's state now and then, gives checkpoints written in the background and kept by policy; knows nothing of steps.
+
+Saving costs the loop one copy to the host (its memory is held between checkpoints); disk and checksums are another thread's.
+"""
+
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from outrider.config import CheckpointConfig
+from outrider.files import explain_os_errors
+from outrider.model.drafter import Drafter
+from outrider.progress import say
+from outrider.train.checkpoint import (
+    Origin,
+    Position,
+    Snapshot,
+    Tensors,
+    list_checkpoints,
+    moments,
+    read_position,
+    write_checkpoint,
+)
+from outrider.train.rng import rng_state
+
+
+class Keeper:
+    """Writes checkpoints of one run, one at a time. Use as a context manager: the last one is waited for at the end."""
+
+    def __init__(self, run_folder: Path, policy: CheckpointConfig, origin: Origin, last: Position) -> None:
+        self.run_folder, self.policy, self.origin = run_folder, policy, origin
+        self.last = last  # the newest position that is saved, or where the run began
+        self.copy_seconds = self.write_seconds = 0.0  # of the newest one
+        self._saved_at = time.monotonic()
+        self._host: dict[str, Tensors] = {"drafter": {}, "optimizer": {}}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> "Keeper":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.wait()
+        except Exception as failure:
+            if error is None:
+                raise
+            say(f"the checkpoint that was being written failed too: {failure}")
+        finally:
+            self._thread.shutdown()
+
+    def due(self, position: Position, *, total: int) -> bool:
+        """Is a checkpoint due at this position, of `total` steps? Not when it is saved already, measurement included."""
+        if (position.step, position.tau_step) == (self.last.step, self.last.tau_step):
+            return False
+        minutes = self.policy.every_minutes
+        best = self.policy.keep_best and position.tau_step == position.step and position.tau == position.best_tau
+        return (position.step % self.policy.every == 0 or position.step == total or best
+                or (minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes))
+
+    def save(self, drafter: Drafter, optimizer: torch.optim.Optimizer, position: Position) -> None:
+        """Copy the state to the host and have it written. Waits for the one before, and raises what that one met."""
+        self.wait()
+        started = time.monotonic()
+        snapshot = Snapshot(
+            position, drafter=self._to_host("drafter", drafter.state_dict()),
+            optimizer=self._to_host("optimizer", moments(drafter, optimizer)), rng=rng_state(),
+        )
+        if drafter.norm.weight.is_cuda:
+            torch.cuda.synchronize(drafter.norm.weight.device)
+        self.copy_seconds = time.monotonic() - started
+        self.last, self._saved_at = position, time.monotonic()
+        self._writing = self._thread.submit(self._write, snapshot)
+
+    def check(self) -> None:
+        """Raise what the writer met, if it has; called once a step."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises what the writer met."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _to_host(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """A copy of `tensors` in host memory, which is used again for the next one."""
+        buffers = self._host[kind]
+        for name, tensor in tensors.items():
+            if name not in buffers:
+                buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffers[name].copy_(tensor.detach(), non_blocking=True)
+        return buffers
+
+    def _write(self, snapshot: Snapshot) -> None:
+        started = time.monotonic()
+        write_checkpoint(self.run_folder, snapshot, self.origin)
+        sweep(self.run_folder, self.policy)
+        self.write_seconds = time.monotonic() - started
+
+
+def kept(positions: Mapping[Path, Position], policy: CheckpointConfig) -> set[Path]:
+    """Which of a run's checkpoints stay: the last n, the one of the best accepted length, and the first of every m hours."""
+    in_order = sorted(positions, key=lambda path: positions[path].step)
+    stay = set(in_order[-policy.keep_last:])
+    measured = [path for path in in_order if positions[path].tau_step == positions[path].step]
+    if policy.keep_best and measured:
+        stay.add(max(measured, key=lambda path: (positions[path].tau or 0.0, positions[path].step)))
+    if policy.keep_every_hours is not None:
+        first_of: dict[int, Path] = {}
+        for path in in_order:
+            first_of.setdefault(int(positions[path].seconds // (3600 * policy.keep_every_hours)), path)
+        stay.update(path for number, path in first_of.items() if number > 0)
+    return stay
+
+
+def sweep(run_folder: Path, policy: CheckpointConfig) -> None:
+    """Remove what the policy does not keep, each renamed first so that no checkpoint is ever half there, and killed writes."""
+    with explain_os_errors(run_folder / "checkpoints"):
+        positions = {path: read_position(path) for path in list_checkpoints(run_folder)}
+        for old in positions.keys() - kept(positions, policy):
+            old.rename(old.with_name(f".{old.name}.partial"))
+        for leftover in (run_folder / "checkpoints").glob(".step-*.partial"):
+            shutil.rmtree(leftover)

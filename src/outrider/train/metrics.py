@@ -1,0 +1,46 @@
+"""Takes lines of metrics, gives metrics.jsonl and the user's tracker; knows nothing of what the lines mean."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from outrider.files import explain_os_errors
+from outrider.progress import say
+from outrider.train.tracker import open_tracker
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class Metrics:
+    """Appends to the run's metrics.jsonl from `at_bytes` on: what lies beyond is of steps that will be made again, and is cut."""
+
+    def __init__(self, run_folder: Path, tracker: str | None, *, at_bytes: int, at_step: int) -> None:
+        self.path = run_folder / METRICS_NAME
+        with explain_os_errors(self.path), self.path.open("ab") as handle:
+            if handle.tell() < at_bytes:
+                say(f"{self.path}: has {handle.tell()} bytes where the checkpoint counted {at_bytes}: some lines were lost")
+            handle.truncate(min(handle.tell(), at_bytes))
+        self.tracker = open_tracker(tracker, run_folder, first_step=at_step)
+        self.last_loss = self._read_last_loss()
+
+    @property
+    def size(self) -> int:
+        """Bytes of whole lines so far."""
+        return self.path.stat().st_size
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Add one line. Raises UserError when the disk refuses."""
+        self.last_loss = line.get("loss", self.last_loss)
+        self.tracker.log(line)
+        with explain_os_errors(self.path), self.path.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(line) + "\n")
+
+    def sync(self) -> None:
+        """All lines are on the disk: a checkpoint that counts them must not come before them."""
+        with explain_os_errors(self.path), self.path.open("rb") as handle:
+            os.fsync(handle.fileno())
+
+    def _read_last_loss(self) -> float | None:
+        lines = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
+        return next((line["loss"] for line in reversed(list(lines)) if "loss" in line), None)

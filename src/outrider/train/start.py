@@ -1,0 +1,215 @@
+"""Takes a RunConfig, gives everything that a training run needs, from its newest checkpoint if it has one; trains nothing."""
+
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider import __version__
+from outrider.config import RunConfig, to_toml
+from outrider.data.rows import PreparedRows, load_rows, read_info
+from outrider.errors import UserError
+from outrider.features.capture import FeatureSource
+from outrider.features.target import (
+    Target,
+    embedding_scale,
+    load_target,
+    load_tokenizer,
+    read_facts,
+    read_stop_ids,
+    target_digest,
+)
+from outrider.files import explain_os_errors, write_atomic
+from outrider.model.attention import dense_attention
+from outrider.model.drafter import Drafter, count_parameters, initialise
+from outrider.model.published import to_config
+from outrider.progress import say
+from outrider.train.checkpoint import Origin, Position, load_checkpoint, newest_sound, read_state
+from outrider.train.keeper import Keeper
+from outrider.train.metrics import METRICS_NAME, Metrics
+from outrider.train.optim import build_optimizer
+from outrider.train.resolve import Resolved, resolve
+from outrider.train.rng import seed_rng
+from outrider.train.roads import Road, open_road
+
+RESOLVED_NAME = "resolved.toml"
+FREE_TO_CHANGE = {"train.folder", "train.log_every", "train.tracker", "train.max_hours", "train.accept_every",
+                  "train.accept_prompts", "train.accept_tokens"}
+FREE_SECTIONS = {"checkpoint"}
+
+
+@dataclass
+class Run:
+    """Everything one training run holds while it lasts; `position` says how far it is, `clock_zero` when it would have begun
+    had it never been interrupted (time.monotonic)."""
+
+    resolved: Resolved
+    rows: PreparedRows
+    source: FeatureSource
+    road: Road
+    optimizer: torch.optim.AdamW
+    steps: int
+    position: Position
+    metrics: Metrics
+    keeper: Keeper
+    clock_zero: float
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.road.drafter
+
+    @property
+    def folder(self) -> Path:
+        return self.resolved.config.train.folder
+
+
+def start(config: RunConfig) -> Run:
+    """Load, check and print everything a run needs, go to its newest checkpoint, and write the resolved run file.
+
+    Raises UserError, with nothing written, when the run cannot start or is not the one that its folder holds.
+    """
+    resolved = resolve(config, read_facts(config.target.path))
+    settings = resolved.config.train
+    checkpoint = newest_sound(settings.folder)
+    _check_folder(resolved, checkpoint)
+    rows = load_rows(config.data.rows)
+    _check_data(resolved, rows)
+    device = _device(settings.device)
+    inputs = {"data.rows": read_info(config.data.rows)["rows_sha256"], "target.path": target_digest(config.target.path)}
+    _check_inputs(checkpoint, inputs)
+    target = load_target(config.target.path, dtype=config.target.dtype, device=settings.device, last_layer=None,
+                         head=True)
+    source = FeatureSource(target, resolved.shape.target_layer_ids, keep=config.features.keep)
+    drafter = build_drafter(resolved, target).to(device)
+    optimizer = build_optimizer(drafter, config.optimizer)
+    road = open_road(drafter, settings)
+    if checkpoint is None:
+        position = Position()
+        seed_rng(settings.seed)
+    else:
+        position = load_checkpoint(checkpoint, drafter, optimizer)
+        say(f"going on from {checkpoint}, {position.step} steps done")
+    per_step = settings.rows_per_batch * settings.accumulation
+    steps = settings.steps or -(-settings.epochs * len(rows) // per_step)
+    with explain_os_errors(settings.folder):
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(settings.folder / RESOLVED_NAME, lambda path: path.write_text(to_toml(resolved.config), encoding="utf-8"))
+    metrics = Metrics(settings.folder, settings.tracker, at_bytes=position.metrics_bytes, at_step=position.step)
+    keeper = Keeper(settings.folder, resolved.config.checkpoint, _origin(resolved, target, inputs), position)
+    run = Run(resolved, rows, source, road, optimizer, steps, position, metrics, keeper, time.monotonic() - position.seconds)
+    _announce(run)
+    return run
+
+
+def build_drafter(resolved: Resolved, target: Target) -> Drafter:
+    """A drafter from scratch, at the scale of the target's head."""
+    drafter = Drafter(resolved.shape, dense_attention)
+    head_scale = float(target.head.weight_VD.float().norm(dim=1).mean())
+    initialise(drafter, seed=resolved.config.train.seed, head_scale=head_scale)
+    return drafter
+
+
+def _origin(resolved: Resolved, target: Target, inputs: dict[str, str]) -> Origin:
+    config = resolved.config
+    scale = embedding_scale(target.ends.embedding, where=config.target.path)
+    return Origin(
+        drafter_config=to_config(resolved.shape, embedding_scale=scale, softcap=target.facts.softcap,
+                                 dtype=config.train.precision),
+        target=config.target.path, inputs=inputs, config=config.model_dump(mode="json"), versions=_versions(),
+        git_commit=_git_commit(config.train.folder),
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {"outrider": __version__, **{name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")}}
+
+
+def _git_commit(folder: Path) -> str | None:
+    """The commit checked out where `folder` lies; None outside a repository, or where there is no git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    asked = subprocess.run([git, "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() if asked.returncode == 0 else None
+
+
+def _check_folder(resolved: Resolved, checkpoint: Path | None) -> None:
+    """Refuse a folder that holds something else, or a run of which a field that matters has changed since."""
+    folder = resolved.config.train.folder
+    if checkpoint is None:
+        if (folder / METRICS_NAME).exists() and not (folder / RESOLVED_NAME).exists():
+            raise UserError(f"train.folder = '{folder}': holds a {METRICS_NAME} that no run wrote: choose another folder")
+        return
+    state = read_state(checkpoint)
+    changed = _changes(state["config"], resolved.config.model_dump(mode="json"))
+    if changed:
+        raise UserError(f"train.folder = '{folder}': holds a run of another run file ({', '.join(changed)}): undo the change "
+                        "to go on with it, or start a new one with --set train.folder=...")
+    for name, now in _versions().items():
+        if state["versions"].get(name) != now:
+            say(f"{name} is {now}, {state['versions'].get(name)} wrote {checkpoint.name}: numbers may differ in their last bits")
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The fields that differ and matter, `section.key (old -> new)`."""
+    names = [(section, key) for section in now for key in now[section]
+             if section not in FREE_SECTIONS and f"{section}.{key}" not in FREE_TO_CHANGE]
+    values = [(f"{section}.{key}", before.get(section, {}).get(key), now[section][key]) for section, key in names]
+    return [f"{name} ({old} -> {new})" for name, old, new in values if old != new]
+
+
+def _check_inputs(checkpoint: Path | None, inputs: dict[str, str]) -> None:
+    """Refuse to go on with other content behind the same paths."""
+    before = inputs if checkpoint is None else read_state(checkpoint)["inputs"]
+    for name in sorted(before.keys() | inputs.keys()):
+        if before.get(name) != inputs.get(name):
+            raise UserError(f"{name}: what it names has changed since {checkpoint} was written: bring it back, or start a new "
+                            "run with --set train.folder=...")
+
+
+def _check_data(resolved: Resolved, rows: PreparedRows) -> None:
+    """Refuse rows made for another vocabulary and a mask token that means something else (04-pitfalls, 8)."""
+    shape, tokenizer = resolved.shape, load_tokenizer(resolved.config.target.path)
+    if rows.vocab_size != shape.vocab_size:
+        raise UserError(f"data.rows = '{resolved.config.data.rows}': made for a vocabulary of {rows.vocab_size}, the target has "
+                        f"{shape.vocab_size}: prepare them again with this target")
+    for name, size in (("layout.anchors", resolved.config.layout.anchors), ("drafter.block_size", shape.block_size)):
+        if size > rows.row_length:
+            raise UserError(f"{name} = {size}: must be at most the rows' length, {rows.row_length} tokens: lower it, or prepare "
+                            "longer rows")
+    mask = shape.mask_token_id
+    special = {tokenizer.pad_token_id: "pad", tokenizer.bos_token_id: "bos", tokenizer.eos_token_id: "eos",
+               **dict.fromkeys(read_stop_ids(resolved.config.target.path, tokenizer), "eos")}
+    if mask in special:
+        raise UserError(f"drafter.mask_token_id = {mask}: is the target's {special[mask]} token: choose an id that never occurs "
+                        "in text")
+    if rows.contains_token(mask):
+        raise UserError(f"drafter.mask_token_id = {mask}: occurs in the data: choose an id that never occurs in text")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"train.device = {name!r}: not a device: use 'cpu' or 'cuda'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"train.device = {name!r}: not supported: use 'cpu' or 'cuda'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"train.device = {name!r}: {torch.cuda.device_count()} CUDA devices were found here: use one of them, or "
+                        "'cpu'")
+    return device
+
+
+def _announce(run: Run) -> None:
+    for key, value in run.resolved.derived.items():
+        say(f"derived: {key} = {value}")
+    layout = run.resolved.config.layout
+    per_step = run.resolved.config.train.rows_per_batch * run.resolved.config.train.accumulation
+    say(f"drafter: {count_parameters(run.resolved.shape) / 1e6:.1f} M parameters; {len(run.rows)} rows of {run.rows.row_length} "
+        f"tokens; {run.steps} steps of up to {per_step} x {layout.anchors} blocks; free disk "
+        f"{shutil.disk_usage(run.folder).free / 2**30:.0f} GiB")

@@ -1,0 +1,122 @@
+"""Which checkpoints are made and kept, and that writing them in the background changes and hides nothing."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ORIGIN
+from safetensors.torch import load_file
+from test_checkpoint import nudge, trained
+
+from outrider.config import CheckpointConfig
+from outrider.errors import UserError
+from outrider.train import keeper as keeper_module
+from outrider.train.checkpoint import Position, list_checkpoints
+from outrider.train.keeper import Keeper, kept
+
+
+def positions(*rows: tuple[int, float | None, float]) -> dict[Path, Position]:
+    """(step, tau measured there or None, hours) of each checkpoint."""
+    return {Path(str(step)): Position(step=step, tau=tau, tau_step=None if tau is None else step, seconds=3600 * hours)
+            for step, tau, hours in rows}
+
+
+@pytest.mark.parametrize(("policy", "expected"), [
+    ({"keep_last": 1, "keep_best": False}, [60]),
+    ({"keep_last": 2, "keep_best": False}, [50, 60]),
+    ({"keep_last": 9, "keep_best": False}, [10, 20, 30, 40, 50, 60]),
+    ({"keep_last": 1}, [40, 60]),
+    ({"keep_last": 1, "keep_best": False, "keep_every_hours": 1.0}, [30, 50, 60]),
+    ({"keep_last": 1, "keep_every_hours": 2.0}, [40, 50, 60]),
+], ids=str)
+def test_what_is_kept(policy: dict[str, object], expected: list[int]) -> None:
+    """The best is the later of two equal ones; 20 was best before it was measured at 40."""
+    found = positions((10, None, 0.2), (20, 2.0, 0.9), (30, None, 1.1), (40, 2.5, 1.9), (50, 2.25, 2.3), (60, None, 2.4))
+    assert sorted(int(path.name) for path in kept(found, CheckpointConfig(**policy))) == expected
+
+
+@pytest.mark.parametrize(("position", "due"), [
+    (Position(step=4), False), (Position(step=5), True), (Position(step=12), True), (Position(step=3), False),
+    (Position(step=3, tau=1.0, tau_step=3), True), (Position(step=4, tau=2.0, tau_step=4, best_tau=2.0), True),
+    (Position(step=4, tau=2.0, tau_step=4, best_tau=2.5), False), (Position(step=5, tau=2.0, tau_step=4, best_tau=2.0), True),
+], ids=str)
+def test_when_one_is_due(tmp_path: Path, position: Position, due: bool) -> None:
+    """At every fifth step, at the end (12), for a new best, and never what is saved already (step 3, not yet measured)."""
+    with Keeper(tmp_path, CheckpointConfig(every=5 if position.step != 3 else 3), ORIGIN, Position(step=3)) as keeper:
+        assert keeper.due(position, total=12) is due
+
+
+def test_minutes_make_one_due_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(keeper_module.time, "monotonic", lambda: now)
+    drafter, optimizer = trained(1)
+    with Keeper(tmp_path, CheckpointConfig(every_minutes=10.0), ORIGIN, Position()) as keeper:
+        for minutes, step, due in ((9.9, 1, False), (10.1, 2, True), (19.9, 3, False), (20.2, 4, True)):
+            now = 60 * minutes
+            assert keeper.due(Position(step=step), total=1000) is due
+            if due:
+                keeper.save(drafter, optimizer, Position(step=step))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file holds the weights and moments of the step that it is named after, whatever came after."""
+    go_on = threading.Event()
+    real = keeper_module.write_checkpoint
+
+    def write(*args: object) -> object:
+        assert go_on.wait(20)
+        return real(*args)
+
+    monkeypatch.setattr(keeper_module, "write_checkpoint", write)
+    drafter, optimizer = trained(1)
+    weights = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    moment = optimizer.state[drafter.fc.weight]["exp_avg_sq"].clone()
+    with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position()) as keeper:
+        keeper.save(drafter, optimizer, Position(step=1))
+        for step in range(3):
+            nudge(drafter, optimizer, seed=step)
+            keeper.check()
+        assert list_checkpoints(tmp_path) == []
+        go_on.set()
+    saved = load_file(list_checkpoints(tmp_path)[0] / "drafter" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
+    assert torch.equal(load_file(list_checkpoints(tmp_path)[0] / "optimizer.safetensors")["exp_avg_sq/fc.weight"], moment)
+    assert not torch.equal(drafter.fc.weight, weights["fc.weight"])
+
+
+def test_a_failed_write_reaches_the_loop_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*args: object) -> None:
+        raise UserError("cannot write: the disk is full")
+
+    drafter, optimizer = trained(1)
+    monkeypatch.setattr(keeper_module, "write_checkpoint", write)
+    with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position()) as keeper:
+        keeper.save(drafter, optimizer, Position(step=1))
+        assert keeper._writing is not None
+        keeper._writing.exception(timeout=20)
+        with pytest.raises(UserError, match="the disk is full"):
+            keeper.check()
+        keeper.check()
+    with (pytest.raises(UserError, match="the disk is full"),
+          Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position()) as keeper):
+        keeper.save(drafter, optimizer, Position(step=1))
+
+
+def test_a_failed_write_does_not_hide_what_ended_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(*args: object) -> None:
+        raise UserError("cannot write: the disk is full")
+
+    monkeypatch.setattr(keeper_module, "write_checkpoint", write)
+    drafter, optimizer = trained(1)
+
+    def train() -> None:
+        with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position()) as keeper:
+            keeper.save(drafter, optimizer, Position(step=1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert "the checkpoint that was being written failed too: cannot write: the disk is full" in capsys.readouterr().err
