@@ -1,20 +1,21 @@
 """Drafting and verifying: greedy text equals the target's own whatever the drafter drafts, and ends where it must."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from overfit import overfit_drafter, random_drafter
+from scripted import script_drafts
 from torch import Tensor
-from toys import MASK, VOCAB, rows_of, toy_shape
+from toys import KINDS, MASK, VOCAB, rows_of, toy_shape
 
 from outrider.errors import UserError
 from outrider.features.capture import capture
 from outrider.features.target import Target
-from outrider.model.drafter import ContextCache, Drafter
-from outrider.verify import decode
 from outrider.verify.decode import speculate, speculate_cycles, target_alone
+from outrider.verify.drafting import DraftReader
+from outrider.verify.execution import EAGER
 from outrider.verify.sampling import DecodeOptions
 
 K = 4
@@ -26,26 +27,7 @@ def greedy(max_new_tokens: int, *stop_ids: int) -> DecodeOptions:
     return DecodeOptions.greedy(max_new_tokens=max_new_tokens, stop_ids=stop_ids)
 
 
-def script_drafts(monkeypatch: pytest.MonkeyPatch, prompt: Sequence[int], truth: Sequence[int], runs: Sequence[int]) -> None:
-    """Draft so that block i has exactly `runs[i]` right tokens (the last entry again and again), the next one wrong.
-
-    The real drafter still runs, for its context cache.
-    """
-    real, calls = decode.draft_block, iter(range(10_000))
-
-    def draft(target: Target, drafter: Drafter, anchor: int, new: Tensor, cache: ContextCache, *, slots: int) -> Tensor:
-        real(target, drafter, anchor, new, cache, slots=slots)
-        at = cache.length - len(prompt)
-        assert truth[at] == anchor, "the anchor stands right after the context"
-        run = runs[min(next(calls), len(runs) - 1)]
-        tokens = [truth[at + k] if at + k < len(truth) else 0 for k in range(1, slots)]
-        tokens[run:] = [(token + 1) % VOCAB for token in tokens[run:]]
-        return torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).float()
-
-    monkeypatch.setattr(decode, "draft_block", draft)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "sliding"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
 def test_a_random_drafter_leaves_the_text_as_it_is(toy_target: ToyTarget, kind: str, prompt: list[int]) -> None:
     target, drafter = toy_target(kind), random_drafter(toy_shape(), seed=3)
@@ -60,14 +42,14 @@ def test_the_target_alone_writes_what_transformers_writes(toy_target: ToyTarget)
     assert target_alone(target, PROMPTS[1], greedy(24, VOCAB - 1)).tokens == theirs[0]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "sliding"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("runs", [[0], [1], [2], [3], [3, 0, 1, 2, 0, 3], [0, 3, 2, 1]], ids=str)
 def test_every_accepted_length_leaves_the_text_as_it_is(
     toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch, kind: str, runs: list[int]
 ) -> None:
     target, drafter, prompt = toy_target(kind), random_drafter(toy_shape(), seed=3), PROMPTS[1]
     truth = target_alone(target, prompt, greedy(30)).tokens
-    script_drafts(monkeypatch, prompt, truth, runs)
+    script_drafts(monkeypatch, [prompt], [truth], [runs])
     ours = speculate(target, drafter, prompt, greedy(30))
     assert ours.tokens == truth
     expected = [runs[min(i, len(runs) - 1)] for i in range(len(ours.runs))]
@@ -80,7 +62,7 @@ def test_every_accepted_length_leaves_the_text_as_it_is(
 def test_the_limit_is_kept_exactly(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch, limit: int, right: int) -> None:
     target, drafter, prompt = toy_target("llama"), random_drafter(toy_shape(), seed=3), PROMPTS[1]
     truth = target_alone(target, prompt, greedy(2 * K)).tokens
-    script_drafts(monkeypatch, prompt, truth, [right])
+    script_drafts(monkeypatch, [prompt], [truth], [[right]])
     ours = speculate(target, drafter, prompt, greedy(limit))
     assert ours.tokens == truth[:limit]
     assert sum(ours.acceptance_lengths) == limit - 1  # only kept tokens are counted
@@ -99,7 +81,7 @@ def test_a_stop_token_ends_the_text_at_every_slot(toy_target: ToyTarget, monkeyp
         truth = target_alone(target, prompt, greedy(3 * K)).tokens
         for place in first_places(truth):
             with monkeypatch.context() as patch:
-                script_drafts(patch, prompt, truth, [right])
+                script_drafts(patch, [prompt], [truth], [[right]])
                 ours = speculate(target, drafter, prompt, greedy(3 * K, truth[place], VOCAB - 1))
             assert ours.tokens == truth[: place + 1]
             assert target_alone(target, prompt, greedy(3 * K, truth[place])).tokens == ours.tokens
@@ -111,7 +93,7 @@ def test_a_stop_token_ends_the_text_at_every_slot(toy_target: ToyTarget, monkeyp
 def test_a_stop_token_that_was_drafted_and_rejected_ends_nothing(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter, prompt = toy_target("llama"), random_drafter(toy_shape(), seed=3), PROMPTS[1]
     truth = target_alone(target, prompt, greedy(12)).tokens
-    script_drafts(monkeypatch, prompt, truth, [1])
+    script_drafts(monkeypatch, [prompt], [truth], [[1]])
     wrong = next((t + 1) % VOCAB for t in truth if (t + 1) % VOCAB not in truth)
     assert speculate(target, drafter, prompt, greedy(12, wrong)).tokens == truth
 
@@ -119,27 +101,26 @@ def test_a_stop_token_that_was_drafted_and_rejected_ends_nothing(toy_target: Toy
 def test_cycles_stream_the_text_as_it_grows(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter, prompt = toy_target("llama"), random_drafter(toy_shape(), seed=3), PROMPTS[1]
     truth = target_alone(target, prompt, greedy(10)).tokens
-    script_drafts(monkeypatch, prompt, truth, [2, 0, 3])
-    cycles = list(speculate_cycles(target, drafter, prompt, greedy(10)))
+    script_drafts(monkeypatch, [prompt], [truth], [[2, 0, 3]])
+    cycles = list(speculate_cycles(target, drafter, prompt, greedy(10), execution=EAGER, stops=None))
     assert [(list(c.accepted), c.bonus, c.drafted) for c in cycles] == [
         ([], truth[0], 0), (truth[1:3], truth[3], 3), ([], truth[4], 3), (truth[5:8], truth[8], 3), (truth[9:10], None, 1)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "sliding"])
+@pytest.mark.parametrize("kind", ["sliding", "qwen3_5"])
 def test_context_is_the_features_of_what_was_kept(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Cycle by cycle, the context fed so far is the target's features of all tokens before the anchor, and of no other."""
     target, drafter, prompt, fed = toy_target(kind), random_drafter(toy_shape(), seed=3), PROMPTS[1], []
     truth = target_alone(target, prompt, greedy(20)).tokens
-    script_drafts(monkeypatch, prompt, truth, [1, 0, 2, 3, 0, 1])
-    scripted = decode.draft_block
+    script_drafts(monkeypatch, [prompt], [truth], [[1, 0, 2, 3, 0, 1]])
+    absorb = DraftReader.absorb
 
-    def draft(target: Target, drafter: Drafter, anchor: int, new: Tensor, cache: ContextCache, *, slots: int) -> Tensor:
-        fed.append(new)
-        logits = scripted(target, drafter, anchor, new, cache, slots=slots)
-        assert cache.length == sum(part.shape[1] for part in fed)
-        return logits
+    def watched(self: DraftReader, features_BJF: Tensor, count_B: Tensor, end_B: Tensor) -> None:
+        fed.append(features_BJF[:, : int(count_B[0])].clone())
+        assert sum(part.shape[1] for part in fed) == end_B[0]
+        absorb(self, features_BJF, count_B, end_B)
 
-    monkeypatch.setattr(decode, "draft_block", draft)
+    monkeypatch.setattr(DraftReader, "absorb", watched)
     speculate(target, drafter, prompt, greedy(20))
     seen = torch.cat(fed, dim=1)
     rows = rows_of([[[*prompt, *truth][: seen.shape[1]]]], length=seen.shape[1])
@@ -163,11 +144,6 @@ def test_a_drafter_made_for_another_target_is_refused(toy_target: ToyTarget, cha
     (value,) = change.values()
     with pytest.raises(UserError, match=f"is {value}, this target's is "):
         speculate(toy_target("llama"), drafter, [1, 2], greedy(4))
-
-
-def test_a_hybrid_target_is_refused(toy_target: ToyTarget) -> None:
-    with pytest.raises(UserError, match="'linear_attention', whose state cannot be rolled back"):
-        speculate(toy_target("qwen3_5"), random_drafter(toy_shape(), seed=0), [1, 2], greedy(4))
 
 
 @pytest.mark.parametrize(("prompt", "limit", "message"), [
@@ -199,4 +175,4 @@ def test_the_mask_token_is_what_slots_hold(toy_target: ToyTarget, monkeypatch: p
     embed = target.embed
     monkeypatch.setattr(target, "embed", lambda ids: seen.append(ids.tolist()) or embed(ids))
     text = speculate(target, random_drafter(toy_shape(), seed=0), [9, 8], greedy(3)).tokens
-    assert seen[0] == [[text[0], MASK, MASK]]
+    assert seen[0] == [[text[0], MASK, MASK, MASK]]

@@ -1,25 +1,29 @@
-"""Takes a target, a drafter and a prompt in tokens, gives the text drafted and verified; knows nothing of files or training."""
+"""Takes a target, a drafter and prompts in tokens, gives the texts drafted and verified; knows nothing of files or training."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from outrider.errors import UserError
 from outrider.features.target import Target, TargetFacts
-from outrider.model.drafter import ContextCache, Drafter
+from outrider.model.drafter import Drafter
 from outrider.records import DrafterShape
-from outrider.verify.rollback import TargetReader
-from outrider.verify.sampling import Chooser, DecodeOptions
+from outrider.verify.cycle import Lanes
+from outrider.verify.execution import EAGER, Execution, StageClock
+from outrider.verify.sampling import DecodeOptions, Luck
+from outrider.verify.stops import StopStrings
+
+DRAFT, TARGET, PROMPT = "draft", "target", "prompt"  # stages of the clock
 
 
 @dataclass(frozen=True)
 class Cycle:
     """What one target forward gave: draft tokens accepted and kept, then `bonus`, the target's own token.
 
-    `bonus` is None where the text ended (stop token or limit) on a draft token. `drafted` counts the draft tokens verified: 0 in
-    the forward of the prompt.
+    `bonus` is None where the text ended (stop or limit) on a draft token. `drafted` counts the draft tokens verified: 0 in the
+    forward of the prompt.
     """
 
     accepted: tuple[int, ...]
@@ -30,12 +34,17 @@ class Cycle:
     def tokens(self) -> tuple[int, ...]:
         return self.accepted if self.bonus is None else (*self.accepted, self.bonus)
 
+    def cut(self, kept: int) -> "Cycle":
+        """The cycle with only its first `kept` tokens."""
+        return Cycle(self.accepted[:kept], self.bonus if kept > len(self.accepted) else None, self.drafted)
+
 
 @dataclass(frozen=True)
 class Decoded:
     """A continuation: new tokens (the stop token included, nothing after it), one cycle a target forward, wall seconds.
 
     The first cycle is the prompt's own forward; accepted lengths count the later ones, and only tokens that were kept.
+    `seconds`: from the beginning of its batch to the end of this text.
     """
 
     tokens: list[int]
@@ -51,6 +60,22 @@ class Decoded:
     def acceptance_lengths(self) -> list[int]:
         """Tokens given by each forward after the prompt's own, bonus included."""
         return [len(cycle.tokens) for cycle in self.cycles[1:]]
+
+
+@dataclass(frozen=True)
+class DecodedBatch:
+    """Texts in the order of their prompts, and where the time went, in seconds.
+
+    `prompt_seconds`: reading the prompts, one entry a batch. `draft_seconds`, `target_seconds`: of each cycle of each batch,
+    on the device's clock. `seconds`: the wall of all batches, prompts included, `setup_seconds` (compilation) not.
+    """
+
+    texts: list[Decoded]
+    prompt_seconds: list[float]
+    draft_seconds: list[float]
+    target_seconds: list[float]
+    seconds: float
+    setup_seconds: float
 
 
 def check_fit(shape: DrafterShape, facts: TargetFacts) -> None:
@@ -79,90 +104,159 @@ def check_prompt(prompt_ids: Sequence[int], options: DecodeOptions, facts: Targe
                         f"room for {room} beside {options.max_new_tokens} new ones: shorten it or lower max_new_tokens")
 
 
-def draft_block(
-    target: Target, drafter: Drafter, anchor: int, new_features: torch.Tensor, cache: ContextCache, *, slots: int
-) -> torch.Tensor:
-    """The drafter's logits `[slots - 1, V]` for the tokens after `anchor`; the new context enters `cache`.
+def check_weights(drafter: Drafter) -> None:
+    """Raises UserError when a weight is not a number: what it drafts would be rejected, and nobody would know why."""
+    for name, parameter in drafter.named_parameters():
+        if not parameter.isfinite().all():
+            raise UserError(f"drafter: tensor '{name}' holds values that are not finite: use an earlier checkpoint")
 
-    `slots` is K, or less at the end of a text. Inputs are cast to the drafter's own dtype.
+
+@dataclass
+class Decoder:
+    """Continues batches of up to `rows` prompts, of up to `longest` tokens each; what is compiled or captured serves them all.
+
+    `drafter` None is the target alone: the same machinery with blocks of one token, which is what speculation is compared with.
+    Raises UserError when target and drafter do not fit.
     """
-    weight = drafter.norm.weight
-    ids_1K = torch.full((1, slots), drafter.shape.mask_token_id, device=target.device)
-    ids_1K[0, 0] = anchor
-    noise_1KD = target.embed(ids_1K).to(weight.device, weight.dtype)
-    hidden_1KD = drafter.draft(noise_1KD, new_features.to(weight.device, weight.dtype), cache)
-    return target.head.logits(hidden_1KD[0, 1:].to(target.device))
+
+    target: Target
+    drafter: Drafter | None
+    options: DecodeOptions
+    rows: int
+    longest: int
+    execution: str
+    setup_seconds: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        began = time.perf_counter()
+        if self.drafter is not None:
+            check_fit(self.drafter.shape, self.target.facts)
+            check_weights(self.drafter)
+        execution = Execution(self.execution, self.target.device)
+        block = self.drafter.shape.block_size if self.drafter else 1
+        capacity = self.longest + self.options.max_new_tokens + block
+        self.lanes = Lanes(self.target, self.drafter, self.options, rows=self.rows, capacity=capacity, execution=execution)
+        if self.execution != EAGER:
+            self.lanes.begin([[0]] * self.rows, self._luck([0] * self.rows))
+        self._draft = execution.captured(self.lanes.draft) if self.drafter else None
+        self._verify = execution.captured(self.lanes.verify)
+        self.clock = StageClock(self.target.device)
+        self.setup_seconds = time.perf_counter() - began
+
+    def _luck(self, seeds: Sequence[int]) -> Luck | None:
+        return None if self.options.greedy_choice else Luck(seeds, K=self.lanes.K)
+
+    def cycles(
+        self, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], stops: StopStrings | None
+    ) -> Iterator[list[Cycle | None]]:
+        """Draft and verify (01-dflash), yielding as the texts grow: first the token after each prompt, then a cycle a forward.
+
+        One entry a prompt, None for a text that had ended before. With P prompt tokens the first new token stands at position P
+        and is the first anchor; context is what stands before the anchor. `seeds`: one a prompt, unused when greedy.
+        Raises UserError for a prompt that cannot be continued.
+        """
+        assert len(prompts) == len(seeds) <= self.rows
+        for i, prompt in enumerate(prompts):
+            check_prompt(prompt, self.options, self.target.facts, name=f"prompt {i + 1}")
+        lanes, idle = self.lanes, self.rows - len(prompts)
+        luck = self._luck([*seeds, *[0] * idle])
+        with self.clock.stage(PROMPT):
+            logits_BV = lanes.begin([*prompts, *[prompts[0]] * idle], luck)
+        if not logits_BV.isfinite().all():
+            raise UserError("target: its logits are not finite: its weights are damaged, fetch or save the model again")
+        lanes.alive_B[len(prompts) :] = False
+        texts = [stops.text() if stops else None for _ in prompts]
+        ended = [False] * len(prompts)
+        found: list[Cycle | None] = [Cycle((), anchor, 0) for anchor in lanes.anchor_B[: len(prompts)].tolist()]
+        alive = lanes.alive_B[: len(prompts)].tolist()
+        while True:
+            for row, (text, cycle) in enumerate(zip(texts, found, strict=True)):
+                kept = text.add(cycle.tokens) if text and cycle else None
+                if cycle and kept is not None:
+                    found[row], alive[row] = cycle.cut(kept), False
+                    lanes.alive_B[row] = False
+            yield found
+            ended = [not still for still in alive]
+            if all(ended):
+                return
+            found, alive = self._cycle(luck, ended)
+
+    def _cycle(self, luck: Luck | None, ended: Sequence[bool]) -> tuple[list[Cycle | None], list[bool]]:
+        """One cycle: what each row gave (None where its text had ended) and which go on."""
+        if luck is not None:
+            self.lanes.luck_BX.copy_(luck.throw())
+        if self._draft is not None:
+            with self.clock.stage(DRAFT):
+                self._draft()
+        with self.clock.stage(TARGET):
+            self._verify()
+        found: list[Cycle | None] = []
+        alive = []
+        for was_ended, (kept, accepted, drafted, still, *tokens) in zip(ended, self.lanes.report_BX.tolist(), strict=False):
+            cycle = Cycle(tuple(tokens[: min(kept, accepted)]), tokens[kept - 1] if kept > accepted else None, drafted)
+            found.append(None if was_ended else cycle)
+            alive.append(bool(still))
+        return found, alive
+
+    def decode(self, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], stops: StopStrings | None) -> list[Decoded]:
+        """The whole continuations of up to `rows` prompts; see `cycles`."""
+        began = time.perf_counter()
+        cycles: list[list[Cycle]] = [[] for _ in prompts]
+        seconds = [0.0] * len(prompts)
+        for found in self.cycles(prompts, seeds=seeds, stops=stops):
+            for row, cycle in enumerate(found):
+                if cycle is not None:
+                    cycles[row].append(cycle)
+                    seconds[row] = time.perf_counter() - began
+        return [Decoded([token for cycle in row for token in cycle.tokens], tuple(row), wall)
+                for row, wall in zip(cycles, seconds, strict=True)]
 
 
-def end_text(tokens: Sequence[int], *, room: int, stop_ids: Sequence[int]) -> int:
-    """How many of `tokens` stay: at most `room`, up to and including the first stop token."""
-    kept = tokens[:room]
-    return next((i + 1 for i, token in enumerate(kept) if token in stop_ids), len(kept))
+def decode(
+    target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], options: DecodeOptions, *, batch_size: int,
+    execution: str, stops: StopStrings | None,
+) -> DecodedBatch:
+    """Continue `prompts`, `batch_size` side by side, with the drafter or (None) by the target alone.
 
-
-@torch.no_grad()
-def speculate_cycles(target: Target, drafter: Drafter, prompt_ids: Sequence[int], options: DecodeOptions) -> Iterator[Cycle]:
-    """Draft and verify (01-dflash), yielding as the text grows: first the prompt's own token, then a cycle a target forward.
-
-    With P prompt tokens the first new token stands at position P and is the first anchor; context is what stands before the
-    anchor. No block reaches beyond `max_new_tokens`. Raises UserError when drafter, target and prompt do not fit.
+    Prompt i is sampled with seed `options.seed + i`, whatever the batch. Raises UserError when target, drafter and prompts do not
+    fit, before any work.
     """
-    check_fit(drafter.shape, target.facts)
-    check_prompt(prompt_ids, options, target.facts, name="prompt")
-    chooser = Chooser(options, target.device)
-    reader = TargetReader(target, drafter.shape.target_layer_ids)
-    context = ContextCache()
-    logits, features = reader.read(prompt_ids, last_only=True)
-    reader.keep(len(prompt_ids))
-    anchor = chooser.next_token(logits[-1])
-    yield Cycle((), anchor, 0)
-    room = options.max_new_tokens - 1
-    while room and anchor not in options.stop_ids:
-        assert features is not None
-        slots = min(drafter.shape.block_size, room + 1)
-        proposal = chooser.propose(draft_block(target, drafter, anchor, features, context, slots=slots))
-        assert context.length == reader.length  # the anchor's own state is not context: it does not exist yet
-        logits, features = reader.read([anchor, *proposal.tokens], last_only=False)
-        assert features is not None
-        accepted, bonus = chooser.judge(proposal, logits)
-        tokens = [*proposal.tokens[:accepted], bonus]
-        kept = end_text(tokens, room=room, stop_ids=options.stop_ids)
-        reader.keep(context.length + kept)
-        features = features[:, :kept]
-        room -= kept
-        anchor = tokens[kept - 1]
-        yield Cycle(tuple(tokens[: min(kept, accepted)]), bonus if kept > accepted else None, slots - 1)
+    if not prompts:
+        raise UserError("prompts: there are none: give at least one")
+    for i, prompt in enumerate(prompts):
+        check_prompt(prompt, options, target.facts, name=f"prompt {i + 1}")
+    decoder = Decoder(target, drafter, options, rows=min(batch_size, len(prompts)), longest=max(len(p) for p in prompts),
+                      execution=execution)
+    began, texts = time.perf_counter(), []
+    for start in range(0, len(prompts), decoder.rows):
+        batch = prompts[start : start + decoder.rows]
+        texts += decoder.decode(batch, seeds=range(options.seed + start, options.seed + start + len(batch)), stops=stops)
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    seconds = time.perf_counter() - began
+    prompt_seconds, draft_seconds, target_seconds = (decoder.clock.seconds(stage) for stage in (PROMPT, DRAFT, TARGET))
+    return DecodedBatch(texts, prompt_seconds, draft_seconds, target_seconds, seconds, decoder.setup_seconds)
 
 
-@torch.no_grad()
-def alone_cycles(target: Target, prompt_ids: Sequence[int], options: DecodeOptions) -> Iterator[Cycle]:
-    """The target alone, one token a forward, with the same cache: what speculation is compared with."""
+def speculate_cycles(
+    target: Target, drafter: Drafter, prompt_ids: Sequence[int], options: DecodeOptions, *, execution: str,
+    stops: StopStrings | None,
+) -> Iterator[Cycle]:
+    """One text, yielding as it grows: first the prompt's own token, then a cycle a target forward."""
     check_prompt(prompt_ids, options, target.facts, name="prompt")
-    chooser = Chooser(options, target.device)
-    reader = TargetReader(target, ())
-    pending = list(prompt_ids)
-    for _ in range(options.max_new_tokens):
-        logits, _ = reader.read(pending, last_only=True)
-        reader.keep(reader.length)
-        token = chooser.next_token(logits[-1])
-        yield Cycle((), token, 0)
-        if token in options.stop_ids:
-            return
-        pending = [token]
+    decoder = Decoder(target, drafter, options, rows=1, longest=len(prompt_ids), execution=execution)
+    for (cycle,) in decoder.cycles([prompt_ids], seeds=[options.seed], stops=stops):
+        assert cycle is not None
+        yield cycle
 
 
 def speculate(target: Target, drafter: Drafter, prompt_ids: Sequence[int], options: DecodeOptions) -> Decoded:
-    """The whole continuation by drafting and verifying; see `speculate_cycles`."""
-    return _collect(speculate_cycles(target, drafter, prompt_ids, options))
+    """The whole continuation of one prompt by drafting and verifying, eager."""
+    check_prompt(prompt_ids, options, target.facts, name="prompt")
+    return decode(target, drafter, [prompt_ids], options, batch_size=1, execution=EAGER, stops=None).texts[0]
 
 
 def target_alone(target: Target, prompt_ids: Sequence[int], options: DecodeOptions) -> Decoded:
-    """The whole continuation by the target alone, greedy or sampled; see `alone_cycles`."""
-    return _collect(alone_cycles(target, prompt_ids, options))
-
-
-def _collect(cycles: Iterable[Cycle]) -> Decoded:
-    began = time.perf_counter()
-    done = tuple(cycles)
-    seconds = time.perf_counter() - began
-    return Decoded([token for cycle in done for token in cycle.tokens], done, seconds)
+    """The whole continuation of one prompt by the target alone, greedy or sampled, eager."""
+    check_prompt(prompt_ids, options, target.facts, name="prompt")
+    return decode(target, None, [prompt_ids], options, batch_size=1, execution=EAGER, stops=None).texts[0]

@@ -1,5 +1,9 @@
-"""Takes logits of drafter and target, gives tokens by greedy choice or rejection sampling; knows nothing of models or caches."""
+"""Takes logits of drafter and target, gives tokens by greedy choice or rejection sampling; knows nothing of models or caches.
 
+Every function works on a batch of blocks at fixed shapes and waits for nothing, so that it can be part of a CUDA graph.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -38,6 +42,10 @@ class DecodeOptions:
         if self.seed < 0:
             raise UserError(f"seed = {self.seed}: must not be negative")
 
+    @property
+    def greedy_choice(self) -> bool:
+        return self.temperature == 0
+
     @classmethod
     def greedy(cls, *, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Self:
         """The options of a greedy continuation, which draws nothing."""
@@ -45,7 +53,7 @@ class DecodeOptions:
 
 
 def warp(logits_XV: Tensor, options: DecodeOptions) -> Tensor:
-    """Probabilities `[X, V]` float32 after temperature, then top-k, then top-p: the one warper of both sides.
+    """Probabilities `[..., V]` float32 after temperature, then top-k, then top-p: the one warper of both sides.
 
     Top-k keeps exactly k tokens; top-p the fewest most likely ones whose probability reaches p.
     """
@@ -62,73 +70,75 @@ def warp(logits_XV: Tensor, options: DecodeOptions) -> Tensor:
     return p_XV
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Draft tokens for slots 1, 2, .. and, when sampled, the distributions `q` `[X, V]` they were drawn from."""
+class Luck:
+    """Uniform numbers in [0, 1) for each row, in three streams: proposals, acceptance, replacement.
 
-    tokens: list[int]
-    q: Tensor | None
-
-
-class Chooser:
-    """Chooses tokens: greedily, or by rejection sampling (arXiv 2211.17192) with three random streams.
-
-    Proposals, acceptance and replacement draw from generators of their own, all derived from `options.seed`: with one
-    stream a replacement would depend on the proposal it replaces.
+    With one stream a replacement would depend on the proposal it replaces. Each row has generators of its own, made from its
+    seed, so what it draws depends on no other row.
     """
 
-    def __init__(self, options: DecodeOptions, device: torch.device) -> None:
-        self.options = options
-        seeds = np.random.SeedSequence(options.seed).generate_state(3, np.uint32).tolist()
-        self.proposing, self.accepting, self.replacing = (torch.Generator(device).manual_seed(seed) for seed in seeds)
+    def __init__(self, seeds: Sequence[int], *, K: int) -> None:
+        self.draws = (K - 1, K - 1, 1)
+        self.streams = [[np.random.Generator(np.random.Philox(child)) for child in np.random.SeedSequence(seed).spawn(3)]
+                        for seed in seeds]
 
-    def propose(self, draft_logits_XV: Tensor) -> Proposal:
-        """Draft tokens from the drafter's logits of slots 1, 2, .."""
-        if self.options.temperature == 0:
-            return Proposal(draft_logits_XV.argmax(-1).tolist(), None)
-        q_XV = warp(draft_logits_XV, self.options)
-        return Proposal(_draw(q_XV, self.proposing), q_XV)
-
-    def judge(self, proposal: Proposal, target_logits_XV: Tensor) -> tuple[int, int]:
-        """How many draft tokens are accepted, and the token that follows them.
-
-        Row i of `target_logits_XV` is the target's prediction for draft token i; one more row follows the last.
-        """
-        if proposal.q is None:
-            choice = target_logits_XV.argmax(-1).tolist()
-            accepted = count_equal(proposal.tokens, choice)
-            return accepted, choice[accepted]
-        p_XV = warp(target_logits_XV, self.options)
-        accepted = self._accept(proposal, p_XV)
-        if accepted == len(proposal.tokens):
-            return accepted, _draw(p_XV[accepted:], self.replacing)[0]
-        residual_V = (p_XV[accepted] - proposal.q[accepted]).clamp(min=0)
-        if not residual_V.sum() > 0:  # p and q equal to rounding: a rejection of probability near 0, any of p will do
-            residual_V = p_XV[accepted]
-        return accepted, _draw(residual_V[None], self.replacing)[0]
-
-    def _accept(self, proposal: Proposal, p_XV: Tensor) -> int:
-        """The number of leading draft tokens accepted, each with probability min(1, p / q)."""
-        assert proposal.q is not None
-        tokens_X1 = torch.tensor(proposal.tokens, device=p_XV.device)[:, None]
-        p_X, q_X = p_XV[: len(tokens_X1)].gather(1, tokens_X1)[:, 0], proposal.q.gather(1, tokens_X1)[:, 0]
-        luck_X = torch.rand(len(tokens_X1), generator=self.accepting, device=p_XV.device)
-        return int((luck_X * q_X < p_X).to(torch.int32).cumprod(0).sum())
-
-    def next_token(self, logits_V: Tensor) -> int:
-        """A token from the target's logits alone."""
-        if self.options.temperature == 0:
-            return int(logits_V.argmax())
-        return _draw(warp(logits_V[None], self.options), self.replacing)[0]
+    def throw(self) -> Tensor:
+        """The next numbers of every row, `[B, 2 K - 1]` float64 on the CPU: K - 1 proposals, K - 1 acceptances, 1 replacement."""
+        return torch.from_numpy(np.stack([
+            np.concatenate([stream.random(n) for stream, n in zip(streams, self.draws, strict=True)]) for streams in self.streams
+        ]))
 
 
-def count_equal(draft: list[int], choice: list[int]) -> int:
+def draw(p_XV: Tensor, luck_X: Tensor) -> Tensor:
+    """Tokens `[...]` drawn from weights `[..., V]` by inverting their running sum in float64; never one of weight 0."""
+    sum_XV = p_XV.double().cumsum(dim=-1)
+    total_X1 = sum_XV[..., -1:]
+    last_X = (sum_XV < total_X1).sum(-1)  # the last token with any weight
+    return torch.minimum((sum_XV <= luck_X[..., None] * total_X1).sum(-1), last_X)
+
+
+def count_right(right_Bk: Tensor) -> Tensor:
+    """How many slots come before the first wrong one, `[B]`."""
+    return right_Bk.to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+
+def judge_greedy(tokens_Bk: Tensor, target_logits_BKV: Tensor, slots_B: Tensor) -> tuple[Tensor, Tensor]:
+    """How many draft tokens of slots 1, 2, .. are the target's own choice, and its next token: accepted, bonus `[B]`.
+
+    Row k of the logits is the target's prediction for slot k + 1; only slots below `slots_B` were drafted.
+    """
+    choice_BK = target_logits_BKV.argmax(-1)
+    accepted_B = count_right((tokens_Bk == choice_BK[:, :-1]) & _drafted(tokens_Bk, slots_B))
+    return accepted_B, choice_BK.gather(1, accepted_B[:, None])[:, 0]
+
+
+def judge_sampled(
+    tokens_Bk: Tensor, q_BkV: Tensor, p_BKV: Tensor, slots_B: Tensor, luck_BX: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rejection sampling (arXiv 2211.17192): accepted with min(1, p / q), at the first rejection replaced from max(p - q, 0).
+
+    `q_BkV`: what the draft tokens were drawn from. `p_BKV`: the target's probabilities, warped alike. `luck_BX`: see Luck.
+    """
+    K = p_BKV.shape[1]
+    p_Bk, q_Bk = (x.gather(2, tokens_Bk[:, :, None])[:, :, 0] for x in (p_BKV[:, :-1], q_BkV))
+    accepted_B = count_right((luck_BX[:, K - 1 : -1] * q_Bk < p_Bk) & _drafted(tokens_Bk, slots_B))
+    q_BKV = torch.cat((q_BkV * _drafted(tokens_Bk, slots_B)[:, :, None], torch.zeros_like(p_BKV[:, :1])), dim=1)
+    row_B11 = accepted_B[:, None, None].expand(-1, 1, p_BKV.shape[2])
+    p_BV, q_BV = (x.gather(1, row_B11)[:, 0] for x in (p_BKV, q_BKV))
+    residual_BV = (p_BV - q_BV).clamp(min=0)
+    # p and q equal to rounding: a rejection of probability near 0, any of p will do
+    residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
+    return accepted_B, draw(residual_BV, luck_BX[:, -1])
+
+
+def _drafted(tokens_Bk: Tensor, slots_B: Tensor) -> Tensor:
+    """Which of slots 1, 2, .. were drafted, `[B, K - 1]` bool."""
+    return torch.arange(1, tokens_Bk.shape[1] + 1, device=slots_B.device) < slots_B[:, None]
+
+
+def count_equal(draft: Sequence[int], choice: Sequence[int]) -> int:
     """The length of the longest common prefix."""
     for i, (drafted, chosen) in enumerate(zip(draft, choice, strict=False)):
         if drafted != chosen:
             return i
     return min(len(draft), len(choice))
-
-
-def _draw(p_XV: Tensor, generator: torch.Generator) -> list[int]:
-    return torch.multinomial(p_XV, 1, generator=generator)[:, 0].tolist()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider.errors import UserError
 from outrider.features.target import Target
@@ -13,7 +14,7 @@ from outrider.model.drafter import Drafter
 from outrider.progress import ProgressBar
 from outrider.records import AcceptReport
 from outrider.verify.decode import Decoded, check_fit, check_prompt, speculate, target_alone
-from outrider.verify.rollback import TargetReader, check_can_roll_back
+from outrider.verify.rollback import layer_kinds
 from outrider.verify.sampling import DecodeOptions, count_equal
 
 WARM_UP_TOKENS = 8
@@ -46,7 +47,7 @@ def count_acceptance(decoded: Sequence[Decoded], block_size: int) -> AcceptRepor
 def check_prompts(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> None:
     """Raises UserError before any work when target, drafter and prompts do not fit."""
     check_fit(drafter.shape, target.facts)
-    check_can_roll_back(target.facts)
+    layer_kinds(target.model.config)
     if not prompts:
         raise UserError("prompts: there are none: give at least one")
     for i, prompt in enumerate(prompts):
@@ -137,12 +138,18 @@ def first_difference(
                     "target_token": theirs.tokens[at] if at < len(theirs.tokens) else None,
                     "gap": None, "resolution": None, "kind": "error"}
         ours_token, theirs_token = ours.tokens[at], theirs.tokens[at]
-        logits, _ = TargetReader(target, ()).read([*prompts[i], *theirs.tokens[:at]], last_only=True)
-        pair = logits[-1, [ours_token, theirs_token]].double()
-        gap, resolved = float((pair[0] - pair[1]).abs()), resolution(float(logits[-1].abs().max()), target.dtype)
+        logits = next_logits(target, [*prompts[i], *theirs.tokens[:at]])
+        pair = logits[[ours_token, theirs_token]].double()
+        gap, resolved = float((pair[0] - pair[1]).abs()), resolution(float(logits.abs().max()), target.dtype)
         return {**place, "speculative_token": ours_token, "target_token": theirs_token, "gap": gap, "resolution": resolved,
                 "kind": "tie" if gap <= resolved else "error"}
     return None
+
+
+@torch.no_grad()
+def next_logits(target: Target, ids: Sequence[int]) -> Tensor:
+    """The target's logits `[V]` of what follows `ids`, by a forward of its own."""
+    return target.model(torch.tensor([list(ids)], device=target.device), use_cache=False, logits_to_keep=1).logits[0, -1]
 
 
 def resolution(largest_logit: float, dtype: torch.dtype) -> float:

@@ -11,6 +11,7 @@ from outrider.features.target import Target
 from outrider.model.drafter import Drafter
 from outrider.progress import say
 from outrider.verify.decode import Cycle, Decoded, speculate_cycles
+from outrider.verify.execution import EAGER
 from outrider.verify.sampling import DecodeOptions
 from outrider.verify.score import count_acceptance
 
@@ -52,7 +53,7 @@ def stream(
     out = TextStream(tokenizer, colour=colour)
     cycles: list[Cycle] = []
     started = time.perf_counter()
-    for cycle in speculate_cycles(target, drafter, prompt_ids, options):
+    for cycle in speculate_cycles(target, drafter, prompt_ids, options, execution=EAGER, stops=None):
         cycles.append(cycle)
         for token in cycle.accepted:
             out.add(token, guessed=True)

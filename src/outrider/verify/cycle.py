@@ -1,0 +1,122 @@
+"""Takes a target, a drafter and options, gives the steps of a cycle on fixed buffers, rows side by side; knows no prompts' text.
+
+Draft, verify and the bookkeeping of both stay on the device: a cycle waits for nothing until its report is read.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.features.target import Target
+from outrider.model.drafter import Drafter
+from outrider.verify.drafting import DraftReader
+from outrider.verify.execution import Execution
+from outrider.verify.reading import TargetReader, read_prompts
+from outrider.verify.sampling import DecodeOptions, Luck, draw, judge_greedy, judge_sampled, warp
+
+
+class Lanes:
+    """`rows` texts under way. Without a drafter K is 1: the target alone, by the same machinery.
+
+    A row's text is settled up to `reader.length_B`, where its anchor stands: a token known, but not yet read by the target.
+    `room_B`: tokens that may still follow the anchor. A row that is not `alive_B` idles: it keeps 0 tokens a cycle.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, options: DecodeOptions, *, rows: int, capacity: int, execution: Execution
+    ) -> None:
+        self.options, self.rows, self.device = options, rows, target.device
+        self.target, self.K = target, drafter.shape.block_size if drafter else 1
+        layer_ids = drafter.shape.target_layer_ids if drafter else ()
+        self.reader = TargetReader(target, layer_ids, rows=rows, capacity=capacity, execution=execution)
+        self.drafts = DraftReader(target, drafter, rows=rows, capacity=capacity, execution=execution) if drafter else None
+        K, V = self.K, target.facts.vocab_size
+        self.anchor_B, self.room_B, self.kept_B = (self._zeros(rows) for _ in range(3))
+        self.alive_B = self._zeros(rows, dtype=torch.bool)
+        self.tokens_Bk = self._zeros(rows, K - 1)
+        self.features_BKF = self._zeros(rows, K, len(layer_ids) * target.facts.hidden_size, dtype=target.dtype)
+        self.q_BkV = self._zeros(rows, K - 1, 0 if options.greedy_choice else V, dtype=torch.float32)
+        self.luck_BX = self._zeros(rows, 2 * K - 1, dtype=torch.float64)
+        self.report_BX = self._zeros(rows, 4 + K)  # kept, accepted, drafted, alive, then the tokens given
+        self.stop_ids = torch.tensor(options.stop_ids, dtype=torch.int64, device=self.device)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def begin(self, prompts: Sequence[Sequence[int]], luck: Luck | None) -> Tensor:
+        """Read one prompt a row and choose the token after each, the first anchors; gives the logits they were chosen from."""
+        logits_BV = read_prompts(self.reader, prompts, self._absorb if self.drafts else None)
+        if luck is None:
+            anchor_B = logits_BV.argmax(-1)
+        else:
+            anchor_B = draw(warp(logits_BV, self.options), luck.throw()[:, -1].to(self.device))
+        self.anchor_B.copy_(anchor_B)
+        self.kept_B.zero_()
+        self.room_B.fill_(self.options.max_new_tokens - 1)
+        self.alive_B.copy_(~self._stops(anchor_B) & (self.room_B > 0))
+        return logits_BV
+
+    def _absorb(self, features_BXF: Tensor, count_B: Tensor) -> None:
+        assert self.drafts is not None
+        self.drafts.absorb(features_BXF, count_B, self.reader.length_B)
+
+    def _stops(self, tokens_X: Tensor) -> Tensor:
+        return (tokens_X[..., None] == self.stop_ids).any(-1)
+
+    def slots(self) -> Tensor:
+        """Slots of each row's next block, `[B]`: no block reaches beyond the limit."""
+        return (self.room_B + 1).clamp(max=self.K)
+
+    @torch.no_grad()
+    def draft(self) -> None:
+        """Draft a block from each anchor, after taking in the context that the last cycle settled."""
+        assert self.drafts is not None
+        self.drafts.absorb(self.features_BKF, self.kept_B, self.reader.length_B)
+        logits_BkV = self.drafts.draft(self.anchor_B, self.reader.length_B, self.slots())
+        if self.options.greedy_choice:
+            self.tokens_Bk.copy_(logits_BkV.argmax(-1))
+        else:
+            self.q_BkV.copy_(warp(logits_BkV, self.options))
+            self.tokens_Bk.copy_(draw(self.q_BkV, self.luck_BX[:, : self.K - 1]))
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        """Read the blocks by the target, accept what it would have written, and report."""
+        block_BK = torch.cat((self.anchor_B[:, None], self.tokens_Bk), dim=1)
+        if self.K == 1:  # its one token is part of the text already
+            hidden_BKD, _ = self.reader.read_settled(block_BK, self.alive_B.to(torch.int64))
+        else:
+            hidden_BKD, features_BKF = self.reader.read(block_BK)
+            assert features_BKF is not None
+            self.features_BKF.copy_(features_BKF)
+        logits_BKV = self.target.head.logits(hidden_BKD)
+        if self.options.greedy_choice:
+            accepted_B, bonus_B = judge_greedy(self.tokens_Bk, logits_BKV, self.slots())
+        else:
+            p_BKV = warp(logits_BKV, self.options)
+            accepted_B, bonus_B = judge_sampled(self.tokens_Bk, self.q_BkV, p_BKV, self.slots(), self.luck_BX)
+        self.settle(self.tokens_Bk, accepted_B, bonus_B, self.slots() - 1)
+        if self.K > 1:
+            self.reader.keep(self.kept_B, self.K)
+
+    def settle(self, path_Bk: Tensor, accepted_B: Tensor, bonus_B: Tensor, drafted_B: Tensor) -> None:
+        """The first `accepted_B` of `path_Bk` and then `bonus_B` are the text, up to the first stop token and the limit.
+
+        Sets how many of them are kept, the next anchors and the report. As many tokens of the block that was read are settled:
+        the last one given is the next anchor.
+        """
+        X = path_Bk.shape[1] + 1
+        offset_X = torch.arange(X, device=self.device)
+        given_BX = torch.cat((path_Bk, bonus_B[:, None]), dim=1)
+        given_BX = torch.where(offset_X == accepted_B[:, None], bonus_B[:, None], given_BX)
+        count_B = torch.minimum(accepted_B + 1, self.room_B)
+        stops_BX = self._stops(given_BX) & (offset_X < count_B[:, None])
+        first_B = torch.where(stops_BX, offset_X, X).amin(1)
+        self.kept_B.copy_(torch.minimum(count_B, first_B + 1) * self.alive_B)
+        last_B = given_BX.gather(1, (self.kept_B - 1).clamp(min=0)[:, None])[:, 0]
+        self.anchor_B.copy_(torch.where(self.alive_B, last_B, self.anchor_B))
+        self.room_B -= self.kept_B
+        self.alive_B &= (first_B >= count_B) & (self.room_B > 0)
+        self.report_BX[:, :4] = torch.stack((self.kept_B, accepted_B, drafted_B, self.alive_B.to(torch.int64)), dim=1)
+        self.report_BX[:, 4:] = given_BX
