@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +32,8 @@ Precision = Annotated[str, typer.Option(help="float32 or bfloat16.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
 TopK = Annotated[int, typer.Option(help="Sample among the k likeliest; 0 is off.")]
+LOOKUP = "lookup"  # the rival that is no drafter
+
 Drafter = Annotated[Path, typer.Option("--drafter", help="An exported folder, a checkpoint, or a run.")]
 
 
@@ -176,32 +178,96 @@ def acceptance_check(config: Any) -> Any:
 
 @functools.partial(verb, display=show.show_evaluation)
 def evaluate(
-    prompts: Annotated[Path, typer.Argument(help='JSONL: {"prompt": ...} or {"messages": [...]} a line, "kind" optional.')],
-    target: Target,
-    drafter: Drafter,
+    prompts: Annotated[Path | None, typer.Argument(help='JSONL: {"prompt": ..} or {"messages": [..]}, "kind" optional.')] = None,
+    target: Target = "",
+    drafter: Annotated[Path | None, typer.Option("--drafter", help="An exported folder, a checkpoint, or a run.")] = None,
+    prompt_set: Annotated[str | None, typer.Option(help="humaneval, gsm8k or mtbench instead of a file.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.")] = None,
+    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="Where the template has a switch.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Token limit of an answer.")] = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    batch_size: Annotated[str, typer.Option(help="Prompts side by side; 1,8,32 measures the speed at each.")] = "1",
+    execution: Annotated[str | None, typer.Option(help="eager, graph or compiled, both sides; compiled on CUDA.")] = None,
+    rival: Annotated[list[str] | None, typer.Option(help="Another drafter folder, or 'lookup' (n-grams); repeatable.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write the result as a page too: .html or .md.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Measure a running server: vllm, sglang or llamacpp.")] = None,
+    base_url: Annotated[str | None, typer.Option(help="Of the server that drafts.")] = None,
+    baseline_url: Annotated[str | None, typer.Option(help="Of the same server without a drafter.")] = None,
+    concurrency: Annotated[int, typer.Option(help="Requests to the server at a time.")] = 1,
     dtype: Precision = "float32",
     device: Device = "cpu",
 ) -> dict[str, Any]:
     """Measure the accepted length and the speed-up, and check that the text is the target's own, token for token.
 
-    Example: outrider evaluate heldout.jsonl --target ./my-model --drafter runs/mine
+    Example: outrider evaluate heldout.jsonl --target ./my-model --drafter runs/mine --batch-size 1,8
     """
-    from outrider.data.prompts import read_prompts
-    from outrider.features.target import load_tokenizer
+    from outrider.data.questions import read_questions
+    from outrider.features.target import load_tokenizer, read_stop_ids
+    from outrider.verify.page import check_page, write_page
     from outrider.verify.sampling import DecodeOptions
-    from outrider.verify.score import evaluate as run
 
+    if not target:
+        raise UserError("--target: is missing: name the target's folder or hub id")
+    if page is not None:
+        check_page(page)
     tokenizer = load_tokenizer(target)
-    read = read_prompts(prompts, tokenizer, template_options={})
+    questions = read_questions(prompts, prompt_set, tokenizer, limit=limit, thinking=thinking)
+    options = DecodeOptions(max_new_tokens, tuple(read_stop_ids(target, tokenizer)), temperature, top_p, top_k, seed)
+    if engine is not None:
+        result = _evaluate_server(questions, options, engine, base_url, baseline_url, concurrency)
+    elif drafter is None:
+        raise UserError("--drafter: is missing: name its folder, or measure a server with --engine and --base-url")
+    elif base_url is not None or baseline_url is not None:
+        raise UserError("--base-url: needs --engine: say which engine answers there")
+    else:
+        sizes = _batch_sizes(batch_size)
+        result = _evaluate_here(questions, options, target, drafter, dtype, device, sizes, execution, rival or ())
+    result["conditions"] |= {"source": questions.source, "thinking": thinking, "target": target,
+                             "drafter": None if drafter is None else str(drafter)}
+    if page is not None:
+        write_page(page, result)
+    return result
+
+
+def _evaluate_here(
+    questions: Any, options: Any, target: str, drafter: Path, dtype: str, device: str, batch_sizes: tuple[int, ...],
+    execution: str | None, rivals: Sequence[str],
+) -> dict[str, Any]:
+    from outrider.verify.evaluate import Trial
+    from outrider.verify.evaluate import evaluate as run
+    from outrider.verify.execution import COMPILED, EAGER
+    from outrider.weights.opening import open_drafter
+
     loaded, opened = _load_pair(target, drafter, dtype, device)
-    options = DecodeOptions(max_new_tokens, tuple(loaded.stop_ids(tokenizer)), temperature, top_p, top_k, seed)
-    kinds = [p.kind or "other" for p in read] if any(p.kind for p in read) else None
-    return run(loaded, opened, [p.ids for p in read], options, kinds=kinds)
+    others = {name: None if name == LOOKUP else open_drafter(Path(name), dtype=dtype, device=device) for name in rivals}
+    grade = questions.grade if any(answer is not None for answer in questions.answers) else None
+    trial = Trial(batch_sizes, execution or (COMPILED if loaded.device.type == "cuda" else EAGER), grade)
+    return run(loaded, opened, questions.prompts, options, trial, kinds=questions.kinds, rivals=others)
+
+
+def _evaluate_server(
+    questions: Any, options: Any, engine: str, url: str | None, baseline_url: str | None, concurrency: int
+) -> dict[str, Any]:
+    from outrider.verify.engines import open_engine
+    from outrider.verify.served import evaluate_server
+
+    if url is None:
+        raise UserError(f"--engine {engine}: needs --base-url, the address of the server")
+    if concurrency < 1:
+        raise UserError(f"--concurrency {concurrency}: must be at least 1")
+    alone = None if baseline_url is None else open_engine(engine, baseline_url, drafts=False)
+    return evaluate_server(open_engine(engine, url, drafts=True), alone, questions.prompts, options, name=engine,
+                           concurrency=concurrency)
+
+
+def _batch_sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) if part.strip().isdigit() else 0 for part in text.split(","))
+    if min(sizes) < 1:
+        raise UserError(f"--batch-size {text}: must be a number of at least 1, or several with commas between")
+    return sizes
 
 
 @functools.partial(verb, display=lambda result: None)  # the text has been streamed already

@@ -141,6 +141,12 @@ class AcceptReport:
         """Slots 1..K-1: share accepted among those whose earlier slots were all accepted."""
         return [a / d if d else 0.0 for a, d in zip(self.accepted_K[1:], self.drafted_K[1:], strict=True)]
 
+    @property
+    def survival_by_slot(self) -> list[float]:
+        """Slots 1..K-1: share of all forwards in which the slot and all before it were accepted; they add up to tau - 1, but for
+        what a text's end cut off."""
+        return [a / self.forwards if self.forwards else 0.0 for a in self.accepted_K[1:]]
+
 
 @dataclass(frozen=True)
 class FrozenHead:

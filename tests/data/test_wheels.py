@@ -1,17 +1,19 @@
-"""The wheel: checked, kept, and a download that broke off goes on from its length. The index is a small server here."""
+"""Wheels: checked, kept, and a download that broke off goes on from its length. The index is a small server here."""
 
 import hashlib
 import http.server
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from outrider.demo import fetch
+from outrider.data.wheels import Wheel, fetch_wheel
 from outrider.errors import UserError
 
 BODY = bytes(range(256)) * 12_000  # 3 MB
+WHEEL = Wheel("some-package", "1.2", hashlib.sha256(BODY).hexdigest(), "a thing")
 
 
 class Index(http.server.BaseHTTPRequestHandler):
@@ -21,8 +23,8 @@ class Index(http.server.BaseHTTPRequestHandler):
     ranges: list[str | None]
 
     def do_GET(self) -> None:
-        if self.path.endswith(f"/{fetch.PACKAGE}/"):
-            page = f'<a href="../files/{fetch.WHEEL}#sha256=x">{fetch.WHEEL}</a>'.encode()
+        if self.path.endswith(f"/{WHEEL.package}/"):
+            page = f'<a href="../files/{WHEEL.file}#sha256=x">{WHEEL.file}</a>'.encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(page)))
             self.end_headers()
@@ -51,7 +53,6 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Index]]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
-    monkeypatch.setattr(fetch, "SHA256", hashlib.sha256(BODY).hexdigest())
     yield Index
     server.shutdown()
     thread.join()
@@ -59,38 +60,37 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Index]]:
 
 
 def test_fetched_once_then_kept(index: type[Index], tmp_path: Path) -> None:
-    wheel = fetch.fetch_wheel(tmp_path)
+    wheel = fetch_wheel(tmp_path, WHEEL)
     assert wheel.read_bytes() == BODY
-    assert fetch.fetch_wheel(tmp_path) == wheel
+    assert fetch_wheel(tmp_path, WHEEL) == wheel
     assert index.ranges == [None]
 
 
 def test_a_broken_download_goes_on(index: type[Index], tmp_path: Path) -> None:
     index.cuts = 2
-    assert fetch.fetch_wheel(tmp_path).read_bytes() == BODY
+    assert fetch_wheel(tmp_path, WHEEL).read_bytes() == BODY
     assert index.ranges == [None, f"bytes={2**20}-", f"bytes={2 * 2**20}-"]
 
 
 def test_a_later_call_goes_on_too(index: type[Index], tmp_path: Path) -> None:
-    (tmp_path / f"{fetch.WHEEL}.partial").write_bytes(BODY[:1000])
-    assert fetch.fetch_wheel(tmp_path).read_bytes() == BODY
+    (tmp_path / f"{WHEEL.file}.partial").write_bytes(BODY[:1000])
+    assert fetch_wheel(tmp_path, WHEEL).read_bytes() == BODY
     assert index.ranges == ["bytes=1000-"]
 
 
-def test_wrong_bytes_are_refused(index: type[Index], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "SHA256", "0" * 64)
+def test_wrong_bytes_are_refused(index: type[Index], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="SHA-256"):
-        fetch.fetch_wheel(tmp_path)
+        fetch_wheel(tmp_path, replace(WHEEL, sha256="0" * 64))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_wheel_is_set_aside(index: type[Index], tmp_path: Path) -> None:
-    (tmp_path / fetch.WHEEL).write_bytes(b"cut")
-    assert fetch.fetch_wheel(tmp_path).read_bytes() == BODY
-    assert (tmp_path / fetch.WHEEL).with_suffix(".damaged").read_bytes() == b"cut"
+    (tmp_path / WHEEL.file).write_bytes(b"cut")
+    assert fetch_wheel(tmp_path, WHEEL).read_bytes() == BODY
+    assert (tmp_path / WHEEL.file).with_suffix(".damaged").read_bytes() == b"cut"
 
 
 def test_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     with pytest.raises(UserError, match="by hand"):
-        fetch.fetch_wheel(tmp_path)
+        fetch_wheel(tmp_path, WHEEL)

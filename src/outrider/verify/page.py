@@ -1,0 +1,52 @@
+"""Takes an evaluation's result, gives it as an HTML or markdown page; measures nothing."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import UserError
+from outrider.files import write_atomic
+from outrider.report.page import Section, page, table, verbatim
+from outrider.show import evaluation_tables, plain, show_lines
+
+FORMS = (".html", ".md")
+
+
+def check_page(path: Path) -> None:
+    """Raises UserError when no page could be written at `path`, before any work."""
+    if path.suffix not in FORMS:
+        raise UserError(f"--page {path}: must end in {' or '.join(FORMS)}")
+    if not path.parent.is_dir():
+        raise UserError(f"--page {path}: the folder {path.parent} does not exist: create it")
+
+
+def write_page(path: Path, result: Mapping[str, Any]) -> None:
+    """The tables of `result` and all its conditions, as `path` ends."""
+    tables = [(title or "Result", header, rows) for title, header, rows in evaluation_tables(result)]
+    if result["acceptance_by_slot"]:
+        tables.append(_slots(result))
+    conditions = "\n".join(show_lines(result["conditions"]))
+    if path.suffix == ".html":
+        sections = [Section(title, [table(rows, header=header)]) for title, header, rows in tables]
+        text = page("Evaluation", [*sections, Section("Conditions", [verbatim(conditions)])])
+    else:
+        parts = [f"## {title}\n\n{_markdown(header, rows)}" for title, header, rows in tables]
+        text = "\n\n".join(["# Evaluation", *parts, f"## Conditions\n\n```\n{conditions}\n```"]) + "\n"
+    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _slots(result: Mapping[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    survival = result.get("survival_by_slot", [None] * len(result["acceptance_by_slot"]))
+    rows: list[tuple[str, ...]] = [(str(i), plain(a), plain(s))
+                                   for i, (a, s) in enumerate(zip(result["acceptance_by_slot"], survival, strict=True), 1)]
+    return "Acceptance by slot", ("slot", "given all slots before", "of all forwards"), rows
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    width = len(header or rows[0])
+    lines = [header or [""] * width, ["---"] * width, *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,133 @@
+"""Measuring a drafter: fixed keys, conditions beside every number, every side on the same prompts, and a page of it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from overfit import overfit_drafter, random_drafter
+from toys import VOCAB, toy_shape
+
+from outrider.errors import UserError
+from outrider.features.target import Target
+from outrider.verify.decode import Cycle, Decoded, Decoder, target_alone
+from outrider.verify.evaluate import Trial, by_bins, evaluate
+from outrider.verify.page import check_page, write_page
+from outrider.verify.sampling import DecodeOptions
+
+PROMPTS = [[5, 6, 7], [72, 101, 108, 108, 111], [9]]
+GREEDY = DecodeOptions.greedy(max_new_tokens=12, stop_ids=(VOCAB - 1,))
+SAMPLED = DecodeOptions(max_new_tokens=6, stop_ids=(), temperature=1.0, top_p=1.0, top_k=0, seed=0)
+EAGER = Trial(batch_sizes=(1,), execution="eager", grade=None)
+ToyTarget = Callable[..., Target]
+
+
+def measure(target: Target, options: DecodeOptions = GREEDY, trial: Trial = EAGER, **changes: Any) -> dict[str, Any]:
+    return evaluate(target, random_drafter(toy_shape(), seed=3), PROMPTS, options, trial,
+                    **{"kinds": None, "rivals": {}, **changes})
+
+
+def test_the_fixed_keys_and_the_conditions(toy_target: ToyTarget) -> None:
+    result = measure(toy_target("llama"), kinds=["a", "b", "a"])
+    assert set(result) >= {
+        "tau", "acceptance_by_slot", "identical", "speedup", "tokens_per_s", "baseline_tokens_per_s", "conditions"}
+    assert result["identical"] is True
+    assert result["first_difference"] is None
+    assert result["speedup"] == pytest.approx(result["baseline_seconds"] / result["seconds"])
+    assert sum(result["accepted_run_histogram"]) == result["forwards"]
+    assert result["tau"] == result["tokens"] / result["forwards"]
+    assert {kind: row["prompts"] for kind, row in result["by_kind"].items()} == {"a": 2, "b": 1}
+    assert set(result["conditions"]) >= {
+        "prompts", "kinds", "temperature", "top_p", "top_k", "max_new_tokens", "stop_ids", "target_dtype", "drafter_dtype",
+        "device", "torch", "threads", "baseline", "batch_sizes", "execution"}
+    assert result["conditions"]["kinds"] == {"a": 2, "b": 1}
+    assert result["accuracy"] is None
+
+
+def test_each_batch_size_has_its_speed_and_the_same_texts(toy_target: ToyTarget) -> None:
+    target = toy_target("qwen3_5")
+    one, several = measure(target), measure(target, trial=Trial((2, 1), "eager", None))
+    assert [row["batch"] for row in several["speed_by_batch"]] == [2, 1]
+    assert all(row["identical"] and row["draft_ms"] > 0 and row["target_ms"] > 0 for row in several["speed_by_batch"])
+    assert several["tau"] == one["tau"]
+    assert several["speedup"] == several["speed_by_batch"][0]["speedup"]
+
+
+def test_nothing_is_said_of_identity_when_sampling(toy_target: ToyTarget) -> None:
+    result = measure(toy_target("llama"), SAMPLED, rivals={"lookup": None})
+    assert result["identical"] is None
+    assert result["first_difference"] is None
+    assert "tau_by_kind" not in result
+    assert result["rivals"]["lookup"] == {"refused": "greedy only"}
+
+
+def test_a_wrong_token_is_found(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Decoder.decode
+
+    def wrong(self: Decoder, prompts: Sequence[Sequence[int]], **options: Any) -> list[Decoded]:
+        (text,) = real(self, prompts, **options)
+        if self.drafter is None or prompts != PROMPTS[1:2]:
+            return [text]
+        return [Decoded([*text.tokens[:7], (text.tokens[7] + 1) % VOCAB, *text.tokens[8:]], text.cycles, text.seconds)]
+
+    monkeypatch.setattr(Decoder, "decode", wrong)
+    target = toy_target("llama")
+    result = measure(target)
+    truth = target_alone(target, PROMPTS[1], GREEDY).tokens[7]
+    found = result["first_difference"]
+    assert result["identical"] is False
+    assert (found["prompt"], found["position"]) == (1, 7)
+    assert (found["speculative_token"], found["target_token"]) == ((truth + 1) % VOCAB, truth)
+    assert found["kind"] == "error"
+    assert found["gap"] > found["resolution"]
+
+
+def test_rivals_meet_the_same_prompts(toy_target: ToyTarget) -> None:
+    target = toy_target("qwen3")
+    text = target_alone(target, PROMPTS[1], GREEDY).tokens
+    good = overfit_drafter(target, toy_shape(), (*PROMPTS[1], *text), prompt=len(PROMPTS[1]), steps=100)
+    result = measure(target, rivals={"good": good, "lookup": None})
+    good_row, lookup = result["rivals"]["good"], result["rivals"]["lookup"]
+    assert good_row["identical"] is lookup["identical"] is True
+    assert good_row["tau"] > result["tau"]
+    assert lookup["tau"] >= 1
+
+
+@pytest.mark.parametrize(("family", "size", "reason"), [("qwen3_5", 1, "recurrent"), ("qwen3", 2, "one prompt at a time")])
+def test_what_lookup_cannot_do_is_said(toy_target: ToyTarget, family: str, size: int, reason: str) -> None:
+    result = measure(toy_target(family), trial=Trial((size,), "eager", None), rivals={"lookup": None})
+    assert reason in result["rivals"]["lookup"]["refused"]
+
+
+def test_right_answers_are_counted_on_both_sides(toy_target: ToyTarget) -> None:
+    trial = Trial((1,), "eager", lambda i, tokens: None if i == 2 else i == 0)
+    result = measure(toy_target("llama"), trial=trial, kinds=["a", "b", "b"])
+    assert result["accuracy"] == {"drafted": 0.5, "alone": 0.5}
+    assert (result["by_kind"]["a"]["accuracy"], result["by_kind"]["b"]["accuracy"]) == (1.0, 0.0)
+
+
+def test_bins_hold_sums() -> None:
+    """Anchors stand at 4, 6, 9, 10 and, in a text that starts at 7, at 7: the first bin ends before 8."""
+    first = Decoded([0] * 9, (Cycle((), 1, 0), *(Cycle((1,) * run, 2, 3) for run in (1, 2, 0, 2))), 1.0)
+    second = Decoded([0] * 4, (Cycle((), 1, 0), Cycle((1, 1), 2, 3)), 1.0)
+    assert by_bins([first, second], [3, 6], first=8) == [
+        {"from": 0, "below": 8, "forwards": 3, "tau": (2 + 3 + 3) / 3},
+        {"from": 8, "below": 16, "forwards": 2, "tau": (1 + 3) / 2}]
+
+
+@pytest.mark.parametrize("name", ["page.html", "page.md"])
+def test_the_page_holds_every_number_and_escapes_names(toy_target: ToyTarget, tmp_path: Path, name: str) -> None:
+    trial = Trial((1, 2), "eager", None)
+    result = measure(toy_target("llama"), kinds=["<b>|", "b", "b"], trial=trial, rivals={"lookup": None})
+    write_page(tmp_path / name, result)
+    text = (tmp_path / name).read_text()
+    for expected in (f"{result['tau']:.3f}", "Speed by batch size", "Other ways to draft", "torch", "Acceptance by slot"):
+        assert expected in text
+    assert ("| &lt;b>\\| |" if name.endswith("md") else "&lt;b&gt;|") in text
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"must end in \.html or \.md"):
+        check_page(tmp_path / "page.pdf")
+    with pytest.raises(UserError, match="does not exist"):
+        check_page(tmp_path / "none" / "page.md")
