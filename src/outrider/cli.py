@@ -137,6 +137,34 @@ def prepare(
         return run(conversations, tokenizer=tokenizer, out=out, options=options)
 
 
+@functools.partial(verb, display=show.show_plan)
+def plan(
+    run: Annotated[Path, typer.Argument(help="The run file (TOML); its rows need not be prepared yet.")],
+    gpus: Annotated[str | None, typer.Option(help='Such as "4x rtx-pro-6000"; by default those found here.')] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the run file; repeatable.")] = None,
+    placement: Annotated[str | None, typer.Option(help="Only colocated, pairs or fan-in.")] = None,
+    row_length: Annotated[int | None, typer.Option(help="Tokens a row; by default that of the prepared rows, else 8192.")] = None,
+    suppose: Annotated[list[str] | None, typer.Option(
+        help="What if it went wrong: unfused-attention, plain-logits or eager-mask; repeatable.")] = None,
+    as_given: Annotated[bool, typer.Option("--as-given", help="No other settings where the run file's own do not fit.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Every line of every device.")] = False,
+) -> dict[str, Any]:
+    """Say what a run needs on each GPU, what fits and how fast it will be; needs no GPU and no weights.
+
+    Example: outrider plan run.toml --gpus "4x rtx-pro-6000"
+    """
+    from outrider.features.target import read_facts
+    from outrider.planner.gpus import found_gpus, parse_gpus
+    from outrider.planner.run import job_from, plan_run
+    from outrider.train.resolve import resolve
+
+    cards = parse_gpus(gpus) if gpus is not None else found_gpus()
+    config = load_run(run, [*(settings or ()), "train.device=cuda"])
+    resolved = resolve(config, read_facts(config.target.path))
+    job = job_from(resolved.config, resolved.shape, row_length=row_length, suppositions=suppose or ())
+    return plan_run(job, cards, placement=placement, vary=not as_given, explain=explain)
+
+
 @verb
 def train(
     run: Annotated[Path, typer.Argument(help="The run file (TOML).")],
@@ -206,8 +234,10 @@ def evaluate(
     """
     from outrider.data.questions import read_questions
     from outrider.features.target import load_tokenizer, read_stop_ids
+    from outrider.verify.evaluate import parse_batch_sizes
     from outrider.verify.page import check_page, write_page
     from outrider.verify.sampling import DecodeOptions
+    from outrider.verify.served import evaluate_server
 
     if not target:
         raise UserError("--target: is missing: name the target's folder or hub id")
@@ -217,13 +247,13 @@ def evaluate(
     questions = read_questions(prompts, prompt_set, tokenizer, limit=limit, thinking=thinking)
     options = DecodeOptions(max_new_tokens, tuple(read_stop_ids(target, tokenizer)), temperature, top_p, top_k, seed)
     if engine is not None:
-        result = _evaluate_server(questions, options, engine, base_url, baseline_url, concurrency)
+        result = evaluate_server(engine, base_url, baseline_url, questions.prompts, options, concurrency=concurrency)
     elif drafter is None:
         raise UserError("--drafter: is missing: name its folder, or measure a server with --engine and --base-url")
     elif base_url is not None or baseline_url is not None:
         raise UserError("--base-url: needs --engine: say which engine answers there")
     else:
-        sizes = _batch_sizes(batch_size)
+        sizes = parse_batch_sizes(batch_size)
         result = _evaluate_here(questions, options, target, drafter, dtype, device, sizes, execution, rival or ())
     result["conditions"] |= {"source": questions.source, "thinking": thinking, "target": target,
                              "drafter": None if drafter is None else str(drafter)}
@@ -246,28 +276,6 @@ def _evaluate_here(
     grade = questions.grade if any(answer is not None for answer in questions.answers) else None
     trial = Trial(batch_sizes, execution or (COMPILED if loaded.device.type == "cuda" else EAGER), grade)
     return run(loaded, opened, questions.prompts, options, trial, kinds=questions.kinds, rivals=others)
-
-
-def _evaluate_server(
-    questions: Any, options: Any, engine: str, url: str | None, baseline_url: str | None, concurrency: int
-) -> dict[str, Any]:
-    from outrider.verify.engines import open_engine
-    from outrider.verify.served import evaluate_server
-
-    if url is None:
-        raise UserError(f"--engine {engine}: needs --base-url, the address of the server")
-    if concurrency < 1:
-        raise UserError(f"--concurrency {concurrency}: must be at least 1")
-    alone = None if baseline_url is None else open_engine(engine, baseline_url, drafts=False)
-    return evaluate_server(open_engine(engine, url, drafts=True), alone, questions.prompts, options, name=engine,
-                           concurrency=concurrency)
-
-
-def _batch_sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) if part.strip().isdigit() else 0 for part in text.split(","))
-    if min(sizes) < 1:
-        raise UserError(f"--batch-size {text}: must be a number of at least 1, or several with commas between")
-    return sizes
 
 
 @functools.partial(verb, display=lambda result: None)  # the text has been streamed already

@@ -150,3 +150,67 @@ def slot_table(acceptance: Mapping[str, Sequence[float]]) -> Table:
     for name, values in acceptance.items():
         table.add_row(name, *(f"{value:.2f}" for value in values))
     return table
+
+
+GIB = 2**30
+BAR_COLUMNS = 60
+BAR_COLOURS = ("blue", "magenta", "cyan", "yellow", "green", "red", "bright_blue", "bright_magenta", "bright_cyan")
+PLAN_COLUMNS = {"placement": "left", "changed settings": "left", "fits": "left", "peak GiB used": "right", "headroom": "right",
+                "step": "right", "labels/s": "right", "row tokens/s": "right", "slowest": "left"}
+PLANS_DRAWN = 2
+
+
+def show_plan(result: Mapping[str, Any]) -> None:
+    """The placements in one table, the memory of the best ones as bars, and with --explain every line."""
+    console = wide_console()
+    gpus, job = result["gpus"], result["job"]
+    console.print(
+        f"{gpus['count']} x {gpus['name']}, {gpus['usable_bytes'] / GIB:.1f} GiB each. Rows of {job['row_length']:,} tokens, "
+        f"{job['anchors']} anchors, blocks of {job['block_size']}; drafter {job['drafter_parameters'] / 1e9:.2f} B, target "
+        f"{job['target_parameters'] / 1e9:.1f} B parameters, attention {job['road']}.", highlight=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for name, justify in PLAN_COLUMNS.items():
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for plan in result["plans"]:
+        used = " + ".join(f"{device['device_used_bytes'] / GIB:.1f}" for device in plan["devices"])
+        changes = ", ".join(f"{key}={value}" for key, value in plan["changes"].items())
+        table.add_row(plan["placement"], changes or "-", "yes" if plan["fits"] else "NO", used,
+                      f"{plan['headroom_bytes'] / GIB:+.1f}", f"{plan['step_ms']:,.0f} ms", f"{plan['labels_per_s']:,.0f}",
+                      f"{plan['tokens_per_s']:,.0f}", plan["bottleneck"])
+    console.print(table)
+    for plan in result["plans"][:PLANS_DRAWN]:
+        for device in plan["devices"]:
+            _show_device(console, plan, device)
+    console.print(f"Times are {result['times']}.", highlight=False)
+
+
+def _show_device(console: Console, plan: Mapping[str, Any], device: Mapping[str, Any]) -> None:
+    """A stacked bar of what stands on the card at its fullest moment, and why it does not fit where it does not."""
+    whole = max(device["usable_bytes"], device["device_used_bytes"])
+    console.print(f"\n{plan['placement']}: {' and '.join(device['roles'])} card ({device['count']} of them), "
+                  f"{device['device_used_bytes'] / GIB:.1f} of {device['usable_bytes'] / GIB:.1f} GiB, fullest in "
+                  f"'{device['peak_phase']}'", highlight=False, markup=False)
+    bar, legend, drawn, begun = "", [], 0, 0
+    for i, (name, size) in enumerate(device["groups_at_peak"].items()):
+        begun += size
+        columns = round(BAR_COLUMNS * begun / whole) - drawn
+        drawn += columns
+        colour = BAR_COLOURS[i % len(BAR_COLOURS)]
+        letter = chr(ord("a") + i)
+        bar += f"[{colour}]{letter * columns}[/{colour}]"
+        legend.append(f"[{colour}]{letter}[/{colour}] {name} {size / GIB:.1f}")
+    console.print(f"|{bar}{'.' * (BAR_COLUMNS - drawn)}|", highlight=False)
+    console.print("  ".join(legend), highlight=False)
+    if device["headroom_bytes"] < 0:
+        largest = device["largest_at_peak"]
+        console.print(f"does not fit: {-device['headroom_bytes'] / GIB:.1f} GiB too much; the largest line that comes and goes "
+                      f"there is '{largest['name']}', {largest['bytes'] / GIB:.1f} GiB = {largest['formula']}",
+                      highlight=False, markup=False)
+    if device["lines"]:  # with --explain
+        table = Table(box=None, pad_edge=False)
+        for name in ("line", "GiB", "dtype", "lives", "formula"):
+            table.add_column(name, justify="right" if name == "GiB" else "left", overflow="fold")
+        for line in sorted(device["lines"], key=lambda line: -line["bytes"]):
+            table.add_row(escape(line["name"]), f"{line['bytes'] / GIB:.3f}", line["dtype"],
+                          line["lifetime"] if line["inside"] else "outside the allocator", escape(line["formula"]))
+        console.print(table)

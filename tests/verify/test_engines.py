@@ -20,9 +20,7 @@ GREEDY = DecodeOptions.greedy(max_new_tokens=16, stop_ids=(2,))
 def measure(
     name: str, url: str, baseline: str | None = None, *, options: DecodeOptions = GREEDY, **changes: Any
 ) -> dict[str, Any]:
-    alone = None if baseline is None else open_engine(name, baseline, drafts=False)
-    return evaluate_server(open_engine(name, url, drafts=True), alone, PROMPTS, options, name=name,
-                           **{"concurrency": 1, **changes})
+    return evaluate_server(name, url, baseline, PROMPTS, options, **{"concurrency": 1, **changes})
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -82,8 +82,8 @@ def start(config: RunConfig) -> Run:
     device = _device(settings.device)
     inputs = {"data.rows": read_info(config.data.rows)["rows_sha256"], "target.path": target_digest(config.target.path)}
     _check_inputs(checkpoint, inputs)
-    target = load_target(config.target.path, dtype=config.target.dtype, device=settings.device, last_layer=None,
-                         head=True)
+    last = None if config.data.heldout is not None else resolved.shape.target_layer_ids[-1]  # the acceptance check needs it whole
+    target = load_target(config.target.path, dtype=config.target.dtype, device=settings.device, last_layer=last, head=True)
     source = FeatureSource(target, resolved.shape.target_layer_ids, keep=config.features.keep)
     drafter = build_drafter(resolved, target).to(device)
     optimizer = build_optimizer(drafter, config.optimizer)

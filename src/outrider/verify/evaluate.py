@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from outrider.errors import UserError
 from outrider.features.target import Target
 from outrider.model.drafter import Drafter
 from outrider.progress import ProgressBar
@@ -100,6 +101,14 @@ def evaluate(
         result["by_kind"] = {kind: _one_kind(kind, kinds, ours.texts, K, trial.grade) for kind in sorted(set(kinds))}
         result["tau_by_kind"] = {kind: row["tau"] for kind, row in result["by_kind"].items()}
     return result
+
+
+def parse_batch_sizes(text: str) -> tuple[int, ...]:
+    """`"8"` or `"1,8,32"` as numbers. Raises UserError."""
+    sizes = tuple(int(part) if part.strip().isdigit() else 0 for part in text.split(","))
+    if min(sizes) < 1:
+        raise UserError(f"--batch-size {text}: must be a number of at least 1, or several with commas between")
+    return sizes
 
 
 def _race(

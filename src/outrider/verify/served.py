@@ -8,14 +8,14 @@ from typing import Any
 
 from outrider.errors import UserError
 from outrider.progress import ProgressBar
-from outrider.verify.engines import Engine, ServerAnswer, ServerCounts
+from outrider.verify.engines import Engine, ServerAnswer, ServerCounts, open_engine
 from outrider.verify.sampling import DecodeOptions, count_equal
 
 WARM_UP_TOKENS = 8
 
 
 def evaluate_server(
-    engine: Engine, baseline: Engine | None, prompts: Sequence[Sequence[int]], options: DecodeOptions, *, name: str,
+    name: str, url: str | None, baseline_url: str | None, prompts: Sequence[Sequence[int]], options: DecodeOptions, *,
     concurrency: int,
 ) -> dict[str, Any]:
     """Accepted length from the server's own counts, the wall with and without the drafter, and whether the texts are the same.
@@ -23,6 +23,12 @@ def evaluate_server(
     `concurrency` requests run at a time. tau counts every drafted forward that the engine counts. Other users of the server
     would be counted too, so it must serve nobody else. Raises UserError naming the address for whatever goes wrong.
     """
+    if url is None:
+        raise UserError(f"--engine {name}: needs --base-url, the address of the server")
+    if concurrency < 1:
+        raise UserError(f"--concurrency {concurrency}: must be at least 1")
+    engine = open_engine(name, url, drafts=True)
+    baseline = None if baseline_url is None else open_engine(name, baseline_url, drafts=False)
     warm_up = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens))
     for one in (engine, baseline):
         if one is not None:

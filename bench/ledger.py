@@ -1,0 +1,266 @@
+"""Predicted against measured peak memory over a grid of runs on one GPU, through the code that training runs.
+
+    python bench/ledger.py [--only NAME ...] [--out FOLDER]
+
+Each point is a run file and a target's config. A random target of that config stands on the GPU, a drafter learns from it for a
+few optimizer steps, and torch.cuda.max_memory_allocated and the device's own "used" are held against the ledger. What went wrong
+elsewhere (unfused attention, plain logits, an eager block mask) is run on purpose: these points replace that one part.
+Writes ledger.jsonl and ledger.svg into FOLDER. Last line: JSON.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import json
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from drafter_step import random_rows
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.config import parse_run
+from outrider.features.capture import FeatureSource
+from outrider.features.target import Target, read_facts
+from outrider.layout.mask import visibility
+from outrider.model import tripwire
+from outrider.model.attention import dense_attention
+from outrider.model.drafter import Drafter
+from outrider.model.fused_attention import fused_attention
+from outrider.model.fused_drafter import fused_copy
+from outrider.objective.losses import plain_loss
+from outrider.planner.job import job_of
+from outrider.planner.ledger import colocated
+from outrider.planner.target_shapes import read_target_shape
+from outrider.train import roads, step
+from outrider.train.meter import Stopwatch
+from outrider.train.optim import build_optimizer
+from outrider.train.resolve import Resolved, resolve
+from outrider.train.roads import DenseRoad, FusedRoad
+
+GIB = 2**30
+STEPS = 2  # the optimizer's moments are born in the first
+
+
+def small_target(D: int, layers: int, V: int, **changes: Any) -> dict[str, Any]:
+    """A qwen3 of width D; FFN 3 D."""
+    heads = D // 128
+    return {"model_type": "qwen3", "hidden_size": D, "num_hidden_layers": layers, "vocab_size": V, "intermediate_size": 3 * D,
+            "num_attention_heads": heads, "num_key_value_heads": max(heads // 4, 1), "head_dim": 128,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 65536, **changes}
+
+
+BORN_FROM = json.loads((Path(__file__).parents[1] / "examples" / "born-from" / "config.json").read_text())
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One run: `target` is a config.json, `sections` what its run file says besides, S tokens a row."""
+
+    name: str
+    target: dict[str, Any]
+    S: int = 4096
+    sections: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    suppositions: tuple[str, ...] = ()
+    documents: int = 1
+
+    def document(self, target: Path) -> dict[str, Any]:
+        document: dict[str, Any] = {
+            "target": {"path": str(target)}, "data": {"rows": "none"}, "drafter": {"mask_token_id": 1},
+            "train": {"folder": "none", "device": "cuda", "attention": "fused"},
+        }
+        for section, values in self.sections.items():
+            document[section] = document.get(section, {}) | values
+        return document
+
+
+def born_from(name: str, **sections: dict[str, Any]) -> Point:
+    return Point(name, BORN_FROM, 8192, {**sections, "drafter": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128,
+                                                                 **sections.get("drafter", {})}})
+
+
+def points() -> list[Point]:
+    medium, wide = small_target(2048, 12, 65536), small_target(5120, 8, 65536)
+    dense, unfused = {"attention": "dense"}, ("unfused-attention",)
+    base = Point("fused", medium)
+
+    def but(name: str, point: Point = base, **changes: Any) -> Point:
+        return dataclasses.replace(point, name=name, **changes)
+
+    return [
+        base,
+        but("accumulation 3", sections={"train": {"accumulation": 3}}),
+        but("packed documents", documents=9),
+        but("logits 256 MiB", sections={"objective": {"logits_mib": 256}}),
+        but("plain logits", suppositions=("plain-logits",)),
+        but("eager mask", suppositions=("eager-mask",)),
+        but("unfused", suppositions=unfused),
+        but("unfused, 128 anchors", suppositions=unfused, sections={"layout": {"anchors": 128}}),
+        but("unfused, plain logits, eager mask", suppositions=(*unfused, "plain-logits", "eager-mask")),
+        but("dense, 128 anchors", sections={"train": dense, "layout": {"anchors": 128}}),
+        but("dense, 256 anchors", sections={"train": dense, "layout": {"anchors": 256}}),
+        but("dense fp32", sections={"train": {**dense, "precision": "float32"}, "layout": {"anchors": 128}}),
+        but("vocabulary 151,936", target=small_target(2048, 12, 151936)),
+        but("2 rows a batch", S=2048, sections={"train": {"rows_per_batch": 2}, "layout": {"anchors": 256}}),
+        but("anchors 128", sections={"layout": {"anchors": 128}}),
+        but("2 layers", sections={"drafter": {"num_layers": 2}}),
+        but("K 8", sections={"drafter": {"block_size": 8}}),
+        but("row 16384", S=16384),
+        but("head_dim 256", sections={"drafter": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 256}}),
+        but("recompute 0.5", sections={"train": {"activation_budget": 0.5}}),
+        but("small: width 576", target=small_target(576, 30, 49152, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+                                                    intermediate_size=1536, tie_word_embeddings=True), S=1024,
+            sections={"layout": {"anchors": 96}, "drafter": {"block_size": 8, "num_layers": 2}}),
+        but("wide: 5120", target=wide, S=8192),
+        but("wide, unfused, 64 anchors", target=wide, S=8192, suppositions=unfused, sections={"layout": {"anchors": 64}}),
+        born_from("27B bf16"),
+        born_from("27B bf16, 64 anchors", layout={"anchors": 64}),
+    ]
+
+
+def random_target(folder: Path, last_layer: int) -> Target:
+    """A target of the folder's config with random weights on the GPU, cut as loading would cut it."""
+    facts = read_facts(str(folder))
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    config.num_hidden_layers = last_layer + 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: last_layer + 1]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cuda").eval().requires_grad_(False)
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(0.1)
+    with torch.device("cuda"):  # its buffers are numbers, not weights
+        model.get_decoder().rotary_emb = type(model.get_decoder().rotary_emb)(config)
+    return Target(model, facts)
+
+
+@contextlib.contextmanager
+def supposing(suppositions: tuple[str, ...]) -> Iterator[None]:
+    """The real code with one part replaced by what goes wrong elsewhere."""
+    with contextlib.ExitStack() as stack:
+        if "plain-logits" in suppositions:
+            stack.enter_context(patch.object(step, "frozen_head_loss", lambda hidden, blocks, head, *, budget_bytes:
+                                             plain_loss(hidden, blocks, head)))
+        if "eager-mask" in suppositions:
+            stack.enter_context(patch.object(roads, "block_mask", eager_mask))
+        yield
+
+
+def eager_mask(blocks: Any, *, row_length: int, window: int | None) -> Any:
+    B, A, K = blocks.noise_ids_BAK.shape
+    documents_BS = torch.zeros(B, row_length, dtype=torch.int64, device=blocks.anchors_BA.device)
+    rule = visibility(documents_BS, blocks.anchors_BA, blocks.keep_BA, block_size=K, window=window)
+    return create_block_mask(rule, B, None, A * K, row_length + A * K, device=str(blocks.anchors_BA.device))
+
+
+def open_road(resolved: Resolved, suppositions: tuple[str, ...]) -> Any:
+    settings = resolved.config.train
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[settings.precision]
+    with torch.device("cuda"):
+        drafter = Drafter(resolved.shape, dense_attention)
+    if settings.attention == "dense":
+        return DenseRoad(drafter, dtype=dtype)
+    road = FusedRoad(drafter, dtype=dtype, activation_budget=settings.activation_budget)
+    if "unfused-attention" in suppositions:
+        tripwire.remove()
+        road.fused = fused_copy(drafter, lambda q, k, v, mask: fused_attention(q, k, v, mask, options={}), dtype=dtype,
+                                compile_part=lambda part: part)
+    return road
+
+
+def measure(point: Point) -> dict[str, Any]:
+    """Run the point; its bytes as predicted and as measured."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(point.target))
+        config = parse_run(point.document(folder), where=point.name)
+        resolved = resolve(config, read_facts(name))
+        target_shape = read_target_shape(name)
+        job = job_of(resolved.config, resolved.shape, target_shape, row_length=point.S, replicas=1, sharded=False,
+                     suppositions=point.suppositions)
+        ledger = colocated(job)
+        began = time.monotonic()
+        with supposing(point.suppositions):
+            peak, used = run(point, resolved, random_target(folder, resolved.shape.target_layer_ids[-1]))
+    return {
+        "name": point.name, "predicted": ledger.peak_bytes, "measured": peak, "error": ledger.peak_bytes / peak - 1,
+        "predicted_used": ledger.device_used_bytes, "measured_used": used, "error_used": ledger.device_used_bytes / used - 1,
+        "standing": ledger.standing_bytes, "phase": ledger.peak_phase, "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def run(point: Point, resolved: Resolved, target: Target) -> tuple[int, int]:
+    """Peak allocated and device-used bytes of a few optimizer steps."""
+    config = resolved.config
+    road = open_road(resolved, point.suppositions)
+    optimizer = build_optimizer(road.drafter, config.optimizer)
+    source = FeatureSource(target, resolved.shape.target_layer_ids, keep="no")
+    for count in range(STEPS):
+        batches = [step.lay_out(rows_of(point, config, seed=100 * count + micro), resolved, [0] * config.train.rows_per_batch,
+                                torch.device("cuda")) for micro in range(config.train.accumulation)]
+        step.run_step(road, source, optimizer, batches, clip_norm=1.0, logits_bytes=config.objective.logits_mib * 2**20,
+                      watch=Stopwatch())
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.max_memory_allocated(), total - free
+
+
+def rows_of(point: Point, config: Any, seed: int) -> Any:
+    V = point.target["vocab_size"]
+    rows = [random_rows(point.S, V, point.documents, seed + b) for b in range(config.train.rows_per_batch)]
+    return type(rows[0])(**{f.name: torch.cat([getattr(r, f.name) for r in rows]) for f in dataclasses.fields(rows[0])})
+
+
+def fresh_device() -> None:
+    """Give everything back, so that the next point starts from an empty card."""
+    gc.collect()
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{result['name']:36} measured {result['measured'] / GIB:7.2f} predicted {result['predicted'] / GIB:7.2f} GiB "
+          f"{result['error']:+6.1%} | used {result['measured_used'] / GIB:7.2f} {result['error_used']:+6.1%} | "
+          f"{result['phase']} ({result['seconds']} s)", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="names of points")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print(json.dumps({"bench": "ledger", "skipped": "needs a CUDA GPU"}))
+        return
+    warnings.simplefilter("ignore")
+    results = []
+    for point in [p for p in points() if not args.only or p.name in args.only]:
+        fresh_device()
+        try:
+            result = measure(point)
+        except torch.OutOfMemoryError as error:
+            print(f"{point.name}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            continue
+        show(result)
+        results.append(result)
+        with (args.out / "ledger.jsonl").open("a") as lines:
+            lines.write(json.dumps(result) + "\n")
+    print(json.dumps({"bench": "ledger", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "n": len(results),
+                      "mean_error": sum(abs(r["error"]) for r in results) / len(results),
+                      "worst": max(results, key=lambda r: abs(r["error"]))["name"]}))
+
+
+if __name__ == "__main__":
+    main()

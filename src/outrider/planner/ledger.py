@@ -1,0 +1,85 @@
+"""Takes a job and a placement, gives each device's lines and its peak, phase by phase: the memory of a run that nobody started.
+
+The device's own figure ("used") is the allocator's peak, what the allocator holds besides (gaps between blocks), and what never
+passes through it: the CUDA context, NCCL.
+"""
+
+from dataclasses import dataclass
+
+from outrider.planner import lines as at
+from outrider.planner.drafter_lines import drafter_lines
+from outrider.planner.job import Job
+from outrider.planner.lines import Line, Role, alive_in, lay, outside
+from outrider.planner.target_lines import target_lines
+
+MIB = 2**20
+CUDA_CONTEXT = 560 * MIB  # per process and device
+NCCL = 512 * MIB  # per communicator: channels' buffers
+CUBLAS_WORKSPACE = 32 * MIB  # from the allocator, per thread that multiplies: the main one and autograd's
+GAPS = 0.05  # of what comes and goes: reserved by the allocator and not in use at the peak
+
+
+@dataclass(frozen=True)
+class DeviceLedger:
+    """One device: who works there, its lines, the allocated bytes of each phase."""
+
+    roles: tuple[Role, ...]
+    lines: tuple[Line, ...]
+    by_phase: dict[str, int]
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.by_phase, key=lambda phase: self.by_phase[phase])
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest sum of allocated bytes, what torch.cuda.max_memory_allocated should say."""
+        return self.by_phase[self.peak_phase]
+
+    @property
+    def device_used_bytes(self) -> int:
+        """What the device shows as used by this process at its peak."""
+        return self.peak_bytes + sum(item.bytes for item in self.lines if not item.inside)
+
+    @property
+    def standing_bytes(self) -> int:
+        """Allocated for the whole run."""
+        return sum(item.bytes for item in self.lines if item.inside and item.lifetime == "whole run")
+
+    def at_peak(self) -> list[Line]:
+        """The allocator's lines at the fullest moment, largest first."""
+        return alive_in(self.lines, self.peak_phase, tuple(self.by_phase))
+
+
+def colocated(job: Job) -> DeviceLedger:
+    """One device that captures and learns."""
+    lines = [*target_lines(job, colocated=True), *drafter_lines(job)]
+    return _device(job, lines, ("capture", "learn"))
+
+
+def learner(job: Job) -> DeviceLedger:
+    """A device that only learns: drafter, optimizer, and the target's embedding and head."""
+    lines = [item for item in target_lines(job, colocated=False) if item.role == "learn"]
+    return _device(job, [*lines, *drafter_lines(job)], ("learn",))
+
+
+def capturer(job: Job) -> DeviceLedger:
+    """A device that only runs the target up to the last captured layer."""
+    lines = [item for item in target_lines(job, colocated=False) if item.role == "capture"]
+    return _device(job, lines, ("capture",))
+
+
+def _device(job: Job, lines: list[Line], roles: tuple[Role, ...]) -> DeviceLedger:
+    threads = 2 if "learn" in roles else 1
+    lines = [*lines, at.line("cuBLAS workspaces", {"bytes": CUBLAS_WORKSPACE}, "uint8", at.LOAD, at.LAST, role=roles[0],
+                             count=threads)]
+    by_phase = lay(lines, at.phases(job.drafter.num_layers))
+    standing = sum(item.bytes for item in lines if item.lifetime == "whole run")
+    comes_and_goes = max(by_phase.values()) - standing
+    lines += [
+        outside("CUDA context", "a process on a device", CUDA_CONTEXT, role=roles[0]),
+        outside("gaps in the allocator", f"{GAPS:.0%} of what comes and goes", int(GAPS * comes_and_goes), role=roles[0]),
+    ]
+    if job.replicas > 1 and "learn" in roles:
+        lines.append(outside("NCCL", "buffers of a communicator", NCCL))
+    return DeviceLedger(roles, tuple(lines), by_phase)

@@ -1,0 +1,151 @@
+"""Takes a job and cards, gives the placements and settings that they allow, what each needs and how fast it is; runs nothing."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from outrider.errors import UserError
+from outrider.planner.gpus import Gpu
+from outrider.planner.job import Job
+from outrider.planner.ledger import DeviceLedger, capturer, colocated, learner
+from outrider.planner.speed import parts, sum_ms
+
+PLACEMENTS = ("colocated", "pairs", "fan-in")
+FEWEST_ANCHORS = 64
+BUDGETS = (0.5,)  # of train.activation_budget, tried where everything kept does not fit
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """`count` cards alike, and the ledger of each."""
+
+    count: int
+    gpu: Gpu
+    ledger: DeviceLedger
+
+    @property
+    def headroom(self) -> int:
+        """Bytes left on the card at its fullest moment, negative where it does not fit."""
+        return self.gpu.usable_bytes - self.ledger.device_used_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run the job. `changes`: `section.key` to the value that differs from the run file. Times are of one step.
+
+    `labels_per_s`: draft slots with a label, over all replicas: what the drafter learns from. `tokens_per_s`: of the rows.
+    """
+
+    placement: str
+    job: Job
+    changes: Mapping[str, object]
+    devices: tuple[DevicePlan, ...]
+    step_ms: float
+    stages: Mapping[str, float]
+    labels_per_s: float
+    tokens_per_s: float
+
+    @property
+    def fits(self) -> bool:
+        return all(device.headroom >= 0 for device in self.devices)
+
+    @property
+    def headroom(self) -> int:
+        return min(device.headroom for device in self.devices)
+
+    @property
+    def bottleneck(self) -> str:
+        """The stage that the step waits for longest."""
+        return max(self.stages, key=lambda name: self.stages[name])
+
+    @property
+    def gpus(self) -> int:
+        return sum(device.count for device in self.devices)
+
+
+def make_plans(job: Job, gpus: Sequence[Gpu], *, placements: Sequence[str], vary: bool) -> list[Plan]:
+    """All placements of the job on the cards, best first: what fits by labels a second, then what misses least.
+
+    `vary`: also with settings changed where the run file's own do not fit. Cards must be of one kind. Raises UserError.
+    """
+    if not gpus:
+        raise UserError('--gpus: no CUDA device is here: name the cards, for example --gpus "4x rtx-pro-6000"')
+    if len({gpu.name for gpu in gpus}) > 1:
+        raise UserError(f"--gpus: {', '.join(sorted({gpu.name for gpu in gpus}))}: cards of several kinds: plan each kind by "
+                        "itself")
+    plans = []
+    for placement, replicas, cards, sharded in _placements(len(gpus), placements):
+        placed = replace(job, replicas=replicas, sharded=sharded)
+        as_given = _plan(placement, placed, gpus[0], cards, {})
+        plans.append(as_given)
+        if vary and not as_given.fits:
+            plans += _that_fit(placement, placed, gpus[0], cards)
+    return sorted(plans, key=lambda plan: (not plan.fits, -plan.labels_per_s if plan.fits else -plan.headroom))
+
+
+def _placements(count: int, wanted: Sequence[str]) -> Iterator[tuple[str, int, int, bool]]:
+    """Name, replicas, capture cards of each replica besides its own, whether masters are shared out."""
+    for replicas in sorted({1, count}):
+        if "colocated" in wanted:
+            for sharded in (False, True)[: 1 if replicas == 1 else 2]:
+                yield _name(f"{replicas} x target and drafter on one card", replicas, sharded), replicas, 0, sharded
+    if "pairs" in wanted:
+        for replicas in sorted({1, count // 2} - {0}):
+            name = f"{replicas} pair{'s' if replicas > 1 else ''}: target card, drafter card"
+            yield _name(name, replicas, False), replicas, 1, False
+    if "fan-in" in wanted and count > 2:
+        yield f"{count - 1} target cards feed 1 drafter card", 1, count - 1, False
+
+
+def _name(name: str, replicas: int, sharded: bool) -> str:
+    return f"{name}, {'fsdp2' if sharded else 'ddp'}" if replicas > 1 else name
+
+
+def _plan(placement: str, job: Job, gpu: Gpu, cards: int, changes: Mapping[str, object]) -> Plan:
+    job = replace(job, prefetch=cards > 0)
+    devices: tuple[DevicePlan, ...]
+    if cards:
+        devices = (DevicePlan(job.replicas * cards, gpu, capturer(job)), DevicePlan(job.replicas, gpu, learner(job)))
+    else:
+        devices = (DevicePlan(job.replicas, gpu, colocated(job)),)
+    time, micro = parts(job, gpu), job.accumulation
+    if cards:
+        waited = max(0.0, time.capture / cards - time.learn)
+        stages = {"drafter": micro * time.learn, "waiting for the target": micro * waited}
+    else:
+        stages = {"target": micro * time.capture, "drafter": micro * time.learn}
+    stages |= {"sum of gradients": sum_ms(job, gpu), "optimizer": time.update}
+    step_ms = sum(stages.values())
+    per_s = job.replicas * micro * 1e3 / step_ms
+    return Plan(placement, job, changes, devices, step_ms, stages, job.predicted * per_s, job.context * per_s)
+
+
+def _that_fit(placement: str, job: Job, gpu: Gpu, cards: int) -> Iterator[Plan]:
+    """The nearest changes of one setting, then of both, with which the job fits on the cards."""
+    for name, changed in _changes(job):
+        plan = _plan(placement, changed, gpu, cards, name)
+        if plan.fits:
+            yield plan
+            return
+
+
+def _changes(job: Job) -> Iterator[tuple[dict[str, object], Job]]:
+    """Ever stronger changes: what costs speed alone, then what costs signal too."""
+    budgets = BUDGETS if job.road == "fused" and job.activation_budget > min(BUDGETS) else ()
+    for budget in budgets:
+        yield {"train.activation_budget": budget}, replace(job, activation_budget=budget)
+    if job.rows > 1:
+        accumulation = job.accumulation * job.rows
+        yield ({"train.rows_per_batch": 1, "train.accumulation": accumulation}, replace(job, rows=1, accumulation=accumulation))
+    anchors = job.anchors // 2
+    while anchors >= FEWEST_ANCHORS:
+        yield {"layout.anchors": anchors}, replace(job, anchors=anchors)
+        for budget in budgets:
+            yield ({"layout.anchors": anchors, "train.activation_budget": budget},
+                   replace(job, anchors=anchors, activation_budget=budget))
+        anchors //= 2
+
+
+def nearest_that_fits(job: Job, gpu: Gpu) -> Plan | None:
+    """The job on one card with the least change that makes it fit, or None."""
+    given = _plan(PLACEMENTS[0], job, gpu, 0, {})
+    return given if given.fits else next(_that_fit(PLACEMENTS[0], job, gpu, 0), None)

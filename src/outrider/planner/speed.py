@@ -1,0 +1,50 @@
+"""Takes a job and a card, gives the milliseconds of each part of a step; measures nothing.
+
+Times are operations over the rate that the card reaches, and bytes over its bandwidth. What a card reaches of its stated rate:
+an H200 states 989 TFLOP/s and keeps up 643 to 649 in the drafter's largest products under its power limit; the fused drafter
+step reached 610 (219.5 ms for 134 TFLOP), the target's forward with FLA's kernels 417 (926 ms for 386 TFLOP): bench/results.
+Other cards are taken to reach the same shares, a guess until they are measured: a plan's ranking is safer than its times.
+"""
+
+from dataclasses import dataclass
+
+from outrider.model.flops import count_flops
+from outrider.model.tripwire import PEAK_OVER_SCORES
+from outrider.planner.gpus import Gpu
+from outrider.planner.job import Job
+
+DRAFTER_SHARE, TARGET_SHARE = 610 / 989, 417 / 989  # of a card's stated bf16 rate
+BANDWIDTH_SHARE = 0.85
+UPDATE_BYTES = 4 + 4 + 3 * 8 + 2  # a parameter: norm reads the gradient; the update gradient, master and moments; compute copy
+SUM_SHARE = 0.7  # of a link, in sums over processes
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Milliseconds. `capture`: the target's forward of a micro-batch; `learn`: forward and backward of the drafter on it;
+    `update`: clipping and AdamW, once a step."""
+
+    capture: float
+    learn: float
+    update: float
+
+
+def parts(job: Job, gpu: Gpu) -> Parts:
+    """What one card needs for each part of the job."""
+    target = job.target.forward_flops(layers=job.captured, tokens=job.context, mean_context=job.row_length / 2)
+    rate = (gpu.fp8 or gpu.bf16) if job.fp8 else gpu.bf16
+    shape = job.drafter
+    seen = job.row_length / 2 + shape.block_size  # an anchor stands anywhere in its row
+    flops = count_flops(shape, queries=job.queries, context=job.context, pairs=round(job.queries * seen))
+    learn = flops.total / (gpu.bf16 * DRAFTER_SHARE)
+    if job.road != "fused":  # every pair, visible or not, goes through memory some times
+        scores = 4 * job.rows * shape.num_heads * (job.queries // job.rows) * (job.keys // job.rows) * shape.num_layers
+        learn += 2 * sum(PEAK_OVER_SCORES.values()) * scores / (gpu.bandwidth * BANDWIDTH_SHARE)
+    update = job.shard(job.parameters) * UPDATE_BYTES / (gpu.bandwidth * BANDWIDTH_SHARE)
+    return Parts(1e3 * target / (rate * TARGET_SHARE), 1e3 * learn, 1e3 * update)
+
+
+def sum_ms(job: Job, gpu: Gpu) -> float:
+    """Adding up the fp32 gradients of all replicas, a ring: each card sends and takes 2 (n - 1) / n of them."""
+    n = job.replicas
+    return 0.0 if n == 1 else 1e3 * 4 * job.parameters * 2 * (n - 1) / n / (gpu.link * SUM_SHARE)

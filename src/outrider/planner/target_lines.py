@@ -1,0 +1,86 @@
+"""Takes a job, gives the lines of the frozen target: its weights, the features it leaves, its forward; runs nothing."""
+
+from collections.abc import Iterator
+
+from outrider.planner import lines as at
+from outrider.planner.job import Job
+from outrider.planner.lines import Line, Role, line
+from outrider.planner.target_shapes import LINEAR
+
+CHECK_CONTEXT = 2048  # tokens of a held-out prompt and its answer, assumed for the acceptance check's caches
+
+
+def target_lines(job: Job, *, colocated: bool) -> list[Line]:
+    """The target's lines: those of the capturing device, and on the learner's the ends (embedding, head) and the features.
+
+    Where both are one device, the embedding stands there once.
+    """
+    lines = [*_weights(job), *_forward(job), *_ends(job, colocated=colocated), *_features(job, colocated=colocated)]
+    return lines + (list(_check(job)) if job.whole_target else [])
+
+
+def _weights(job: Job) -> Iterator[Line]:
+    layers = job.target.layers[: None if job.whole_target else job.captured]
+    matrices, other = sum(x.matrices for x in layers), sum(x.other for x in layers)
+    embedding = {"V": job.target.vocab_size, "D": job.target.hidden_size}
+    yield line("target: embedding", embedding, job.target_dtype, at.LOAD, at.LAST, role="capture")
+    if job.fp8:
+        rows = sum(x.out_features for x in layers)
+        yield line("target: layers in FP8", {"elements": matrices}, "float8", at.LOAD, at.LAST, role="capture")
+        yield line("target: row scales", {"rows": rows}, "float32", at.LOAD, at.LAST, role="capture")
+    else:
+        yield line("target: layers", {"elements": matrices}, job.target_dtype, at.LOAD, at.LAST, role="capture")
+    yield line("target: norms, convolutions, routers", {"elements": other}, job.target_dtype, at.LOAD, at.LAST, role="capture")
+
+
+def _ends(job: Job, *, colocated: bool) -> Iterator[Line]:
+    ends = {"V": job.target.vocab_size, "D": job.target.hidden_size}
+    if not job.target.tied or not colocated:
+        yield line("target: head", ends, job.target_dtype, at.LOAD, at.LAST)
+    if not job.target.tied and not colocated:
+        yield line("target: embedding for the blocks", ends, job.target_dtype, at.LOAD, at.LAST)
+
+
+def _features(job: Job, *, colocated: bool) -> Iterator[Line]:
+    one = {"S": job.context, "L D": len(job.drafter.target_layer_ids) * job.target.hidden_size}
+    yield line("features", one, job.target_dtype, at.CAPTURE, at.UPDATE)
+    if job.prefetch:
+        yield line("features of the next rows", one, job.target_dtype, at.LOAD, at.LAST)
+    elif job.accumulation > 1:
+        yield line("features of the rows before", one, job.target_dtype, at.CAPTURE, at.CAPTURE)
+    if not colocated:
+        yield line("features on their way", one, job.target_dtype, at.LOAD, at.LAST, role="capture",
+                   count=2 if job.prefetch else 1)
+
+
+def _forward(job: Job) -> Iterator[Line]:
+    """The fullest moment of any captured layer over one group of documents, at most the whole row."""
+    X, D, e = job.context, job.target.hidden_size, job.target_dtype
+    layers = job.target.layers[: job.captured]
+    last = at.LAST if job.prefetch else at.CAPTURE
+    first = at.LOAD if job.prefetch else at.CAPTURE
+
+    def working(what: str, width: int, dtype: str = e, count: int = 1) -> Line:
+        return line(f"target forward: {what}", {"X": X, "width": width}, dtype, first, last, role="capture", count=count)
+
+    yield working("stream and normed", D, count=3)
+    mixer = max(layers, key=lambda layer: layer.mixer_width).mixer_width
+    wide = 3 * max(layer.wide for layer in layers)
+    if mixer > wide:
+        kinds = {layer.kind for layer in layers}
+        yield working("recurrence" if LINEAR in kinds else "attention", mixer)
+    else:
+        yield working("feed-forward", wide)
+    if job.fp8:
+        yield working("input in FP8", max(layer.wide for layer in layers), "float8")
+
+
+def _check(job: Job) -> Iterator[Line]:
+    """The acceptance check decodes one prompt at a time with the whole target."""
+    d, T = job.drafter, CHECK_CONTEXT
+    role: Role = "capture"
+    caches = sum(layer.score_channels > 0 for layer in job.target.layers)
+    yield line("check: target's caches", {"T": T, "2 H C": 2 * max(x.score_channels for x in job.target.layers) or 1},
+               job.target_dtype, at.CHECK, at.CHECK, role=role, count=max(caches, 1))
+    yield line("check: prompt's hidden states", {"T": T, "D": d.hidden_size}, job.target_dtype, at.CHECK, at.CHECK, role=role,
+               count=len(d.target_layer_ids) + 2)
