@@ -14,7 +14,7 @@ import typer
 
 from outrider import show
 from outrider.config import DType, load_run
-from outrider.errors import UserError
+from outrider.errors import RunFailure, UserError
 from outrider.files import only_writer
 from outrider.progress import say
 
@@ -392,7 +392,7 @@ def main() -> None:
         message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
         verb = f" {sys.argv[1]}" if sys.argv[1] in {command.name for command in app.registered_commands} else ""
         say(f"error: {message}: see outrider{verb} --help")
-    except FloatingPointError as error:
+    except RunFailure as error:
         say(f"failed: {error}")
         sys.exit(1)
     except OSError as error:  # a closed pipe, a full disk under stdout

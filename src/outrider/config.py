@@ -138,6 +138,24 @@ class CheckpointConfig(Section):
     keep_every_hours: Annotated[Real, Field(gt=0)] | None = None
 
 
+class GuardsConfig(Section):
+    """When a run is stopped, or something odd in it recorded.
+
+    `max_bad_steps`: steps in a row whose gradient is not finite; each is skipped and its rows saved, so many stop the run.
+    `max_bad_rows`: rows that cannot be read any more; each is left out, one more stops the run. `loss_spike`: a logged loss
+    above this many times the median of the last 50 is recorded. `too_good`: a mean slot accuracy from which the leak test runs.
+    `stuck_minutes`: a step, measurement or save that takes longer ends the process, all stacks on record. `min_free_gib`: the
+    run saves and stops when the next checkpoint would leave less on the disk.
+    """
+
+    max_bad_steps: Positive = 5
+    max_bad_rows: Annotated[Whole, Field(ge=0)] = 10
+    loss_spike: Annotated[Real, Field(gt=1)] = 2.0
+    too_good: Annotated[Real, Field(gt=0)] = 0.9
+    stuck_minutes: Annotated[Real, Field(gt=0)] = 30.0
+    min_free_gib: Annotated[Real, Field(ge=0)] = 1.0
+
+
 class RunConfig(Section):
     """A whole run, as one TOML file describes it."""
 
@@ -150,6 +168,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guards: GuardsConfig = GuardsConfig()
 
 
 def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:

@@ -42,6 +42,11 @@ class TokenRows:
     def to(self, device: torch.device) -> Self:
         return _to(self, device)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, in order."""
+        return cls(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+
 
 @dataclass(frozen=True)
 class Features:

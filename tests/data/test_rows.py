@@ -9,9 +9,10 @@ import torch
 
 from outrider.data import rows as rows_room
 from outrider.data.packing import PackedRow
-from outrider.data.rows import as_ranges, in_ranges, load_rows, positions_in_documents, write_rows_file
+from outrider.data.rows import RowError, as_ranges, in_ranges, load_rows, positions_in_documents, write_rows_file
 from outrider.errors import UserError
 from outrider.files import explain_os_errors, sha256_file
+from outrider.records import TokenRows
 
 S = 8
 
@@ -110,3 +111,36 @@ def test_a_full_disk_under_the_parquet_writer_keeps_its_error_number(tmp_path):
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(UserError, match="the disk is full"), explain_os_errors(full):
         write_rows_file(full, some_rows(10), row_length=S)
+
+
+def test_a_row_that_fails_later_is_named(folder, monkeypatch):
+    """The checksum held at the start; then the disk fails, or a bit of the file turns."""
+    prepared = load_rows(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared._file, "read_row_group", raise_io_error)
+        with pytest.raises(RowError, match=r"rows\.parquet:row 5: cannot be read any more \(\[Errno 5\] Input/output error\)") as bad:
+            prepared.batch([4])
+        assert bad.value.row == 4
+    assert len(prepared.batch([4]).row_ids_B) == 1, "nothing bad is kept"
+    prepared._groups[1][0] = np.full((3, S), 50, dtype=np.int32)
+    with pytest.raises(RowError, match=r"rows\.parquet:row 5: holds a token outside 0\.\.49"):
+        prepared.batch([4])
+    whole = (folder / "rows.parquet").read_bytes()
+    later = load_rows(folder)
+    (folder / "rows.parquet").write_bytes(bytes(len(whole)))  # the same file, its bytes gone
+    with pytest.raises(RowError, match=r"row 1: cannot be read any more"):
+        later.batch([0])
+
+
+def raise_io_error(*args, **kwargs):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_an_empty_row_stands_for_a_lost_one(folder):
+    prepared = load_rows(folder)
+    joined = TokenRows.joined([prepared.batch([3]), prepared.empty(4)])
+    assert torch.equal(joined.row_ids_B, torch.tensor([3, 4]))
+    assert torch.equal(joined.input_ids_BS[0], prepared.batch([3]).input_ids_BS[0])
+    assert (joined.document_ids_BS[1] == -1).all()
+    assert not joined.loss_mask_BS[1].any()
+    assert joined.positions_BS.dtype == torch.int64

@@ -87,6 +87,14 @@ def load_rows(folder: Path) -> "PreparedRows":
     return PreparedRows(folder, info)
 
 
+class RowError(UserError):
+    """A prepared row that cannot be used although its file was whole at the start. `row`: its number."""
+
+    def __init__(self, where: str, sentence: str, *, row: int) -> None:
+        super().__init__(f"{where}: {sentence}")
+        self.row = row
+
+
 class PreparedRows:
     """Rows on disk, by number; holds a few decoded groups in memory (about 40 MB), never the whole data.
 
@@ -129,7 +137,7 @@ class PreparedRows:
         return self._orders[seed, epoch]
 
     def batch(self, row_ids: list[int]) -> TokenRows:
-        """The rows of these numbers as TokenRows [B, S] on the CPU."""
+        """The rows of these numbers as TokenRows [B, S] on the CPU. Raises RowError."""
         rows = [self._row(row) for row in row_ids]
         ids, documents, mask = (np.stack([row[column] for row in rows]) for column in range(3))
         return TokenRows(
@@ -140,16 +148,38 @@ class PreparedRows:
             row_ids_B=torch.tensor(row_ids, dtype=torch.int64),
         )
 
+    def empty(self, row: int) -> TokenRows:
+        """A row of padding in place of row number `row`, B = 1: it has no anchor and weighs nothing."""
+        shape = (1, self.row_length)
+        return TokenRows(
+            input_ids_BS=torch.zeros(shape, dtype=torch.int64), document_ids_BS=torch.full(shape, PADDING_DOCUMENT),
+            positions_BS=torch.zeros(shape, dtype=torch.int64), loss_mask_BS=torch.zeros(shape, dtype=torch.bool),
+            row_ids_B=torch.tensor([row]),
+        )
+
     def _row(self, row: int) -> tuple[npt.NDArray[Any], ...]:
         assert 0 <= row < self.num_rows, f"row {row} of {self.num_rows}"
         number, place = divmod(row, self._group_rows)
         if number not in self._groups:
-            table = self._file.read_row_group(number, columns=SCHEMA.names)
-            self._groups[number] = [table.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False)
-                                    .reshape(-1, self.row_length) for name in SCHEMA.names]
+            self._groups[number] = self._read_group(number, row)
             if len(self._groups) > GROUPS_KEPT:
                 del self._groups[next(iter(self._groups))]  # the oldest: a shuffled order asks for none sooner than another
-        return tuple(column[place] for column in self._groups[number])
+        columns = tuple(column[place] for column in self._groups[number])
+        if columns[0].min() < 0 or columns[0].max() >= self.vocab_size:  # on a GPU it would end the process
+            raise RowError(self._where(row), f"holds a token outside 0..{self.vocab_size - 1}: prepare the rows again", row=row)
+        return columns
+
+    def _read_group(self, number: int, row: int) -> list[npt.NDArray[Any]]:
+        try:
+            table = self._file.read_row_group(number, columns=SCHEMA.names)
+            return [table.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(-1, self.row_length)
+                    for name in SCHEMA.names]
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise RowError(self._where(row), f"cannot be read any more ({' '.join(str(error).split())}): the file was whole at "
+                           "the start, look at its disk and prepare the rows again", row=row) from error
+
+    def _where(self, row: int) -> str:
+        return f"{self.folder / ROWS_FILE}:row {row + 1}"
 
 
 def positions_in_documents(document_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

@@ -18,10 +18,12 @@ SLOTS_DRAWN = 5  # curves by slot: more than these cannot be told apart
 
 @dataclass(frozen=True)
 class Metrics:
-    """The lines of metrics.jsonl: `steps` of training, `measured` accepted lengths, and how many lines were no such thing."""
+    """The lines of metrics.jsonl: `steps` of training, `measured` accepted lengths, `events` that were odd, and how many lines
+    were no such thing."""
 
     steps: list[dict[str, Any]]
     measured: list[dict[str, Any]]
+    events: list[dict[str, Any]]
     unreadable: int
 
     def series(self, value: Callable[[dict[str, Any]], Any]) -> Series:
@@ -36,7 +38,7 @@ def report(run: Path, out: Path | None = None) -> dict[str, Any]:
     """
     metrics = read_metrics(run)
     resolved = _text(run / RESOLVED_NAME)
-    sections = [_summary(metrics), _accepted(metrics), _learning(metrics), _time(metrics),
+    sections = [_summary(metrics), _accepted(metrics), _learning(metrics), _time(metrics), _incidents(metrics),
                 Section("Settings", [note("The run file with every default and derived value."), verbatim(resolved)])]
     destination = out or run / "report.html"
     text = page(f"Run {run.resolve().name}", sections)
@@ -47,7 +49,7 @@ def report(run: Path, out: Path | None = None) -> dict[str, Any]:
 
 def read_metrics(run: Path) -> Metrics:
     """The run's metrics, in order. Raises UserError when there are none."""
-    steps, measured, unreadable = [], [], 0
+    steps, measured, events, unreadable = [], [], [], 0
     for text in _text(run / METRICS_NAME).splitlines():
         try:
             line = json.loads(text)
@@ -57,11 +59,13 @@ def read_metrics(run: Path) -> Metrics:
             steps.append(line)
         elif isinstance(line, dict) and isinstance(line.get("step"), int) and "tau" in line:
             measured.append(line)
+        elif isinstance(line, dict) and isinstance(line.get("step"), int) and isinstance(line.get("event"), str):
+            events.append(line)
         else:
             unreadable += 1
     if not steps:
         raise UserError(f"{run / METRICS_NAME}: holds no finished step yet: wait for train.log_every steps, or name another run")
-    return Metrics(steps, measured, unreadable)
+    return Metrics(steps, measured, events, unreadable)
 
 
 def _text(path: Path) -> str:
@@ -94,6 +98,12 @@ def _summary(metrics: Metrics) -> Section:
     if metrics.unreadable:
         parts.append(note(f"{metrics.unreadable} lines of {METRICS_NAME} could not be read and are left out."))
     return Section("Summary", parts)
+
+
+def _incidents(metrics: Metrics) -> Section:
+    rows = [(line["step"], line["event"], json.dumps({k: v for k, v in line.items() if k not in ("step", "event")}))
+            for line in metrics.events]
+    return Section("Incidents", [table(rows, header=("step", "what", "facts"))] if rows else [])
 
 
 def _accepted(metrics: Metrics) -> Section:

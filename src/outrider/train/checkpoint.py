@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.errors import UserError
+from outrider.errors import RunFailure, UserError
 from outrider.files import atomic_folder, read_json, sha256_file, write_json
 from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME
@@ -39,7 +39,9 @@ class Position:
     """Where a run stands: `step` optimizer steps are done. Rows, anchors and rates follow from it.
 
     `tau`: real accepted length, last measured at `tau_step`; `best_tau` the best of them. `seconds`: training time so far, over
-    all interruptions. `metrics_bytes`: length of metrics.jsonl.
+    all interruptions. `metrics_bytes`: length of metrics.jsonl. `bad_steps`: skipped because their gradient was not finite,
+    `bad_in_row` of them the last ones. `bad_rows`: numbers of rows that could not be read and are left out since.
+    `leak_tested`: the step of the last leak test.
     """
 
     step: int = 0
@@ -48,6 +50,10 @@ class Position:
     best_tau: float | None = None
     seconds: float = 0.0
     metrics_bytes: int = 0
+    bad_steps: int = 0
+    bad_in_row: int = 0
+    bad_rows: tuple[int, ...] = ()
+    leak_tested: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,10 +99,10 @@ def moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def write_checkpoint(run_folder: Path, snapshot: Snapshot, origin: Origin) -> Path:
-    """Write a checkpoint, whole or not at all. Raises UserError when the disk refuses, FloatingPointError for a NaN in it."""
+    """Write a checkpoint, whole or not at all. Raises UserError when the disk refuses, RunFailure for a NaN in it."""
     for name, tensor in (snapshot.drafter | snapshot.optimizer).items():
         if not torch.isfinite(tensor).all():
-            raise FloatingPointError(f"{name} is not finite: no checkpoint was written, earlier ones are intact")
+            raise RunFailure(f"{name} is not finite: no checkpoint was written, earlier ones are intact")
     folder = checkpoint_path(run_folder, snapshot.position.step)
     facts = {key: value for key, value in asdict(origin).items() if key != "drafter_config"}
     with atomic_folder(folder) as temporary:
@@ -133,7 +139,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 def read_position(folder: Path) -> Position:
     """Where the run stood at a checkpoint. Raises UserError."""
     try:
-        return Position(**read_state(folder)["position"])
+        saved = read_state(folder)["position"]
+        return Position(**{**saved, "bad_rows": tuple(saved["bad_rows"])})
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder / STATE_NAME}: holds no position of a run ({error}): use another checkpoint") from error
 

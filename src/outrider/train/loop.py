@@ -8,16 +8,19 @@ from typing import Any
 import torch
 
 from outrider.config import RunConfig
+from outrider.errors import UserError
 from outrider.features.target import Target
 from outrider.model.drafter import Drafter
 from outrider.progress import ProgressBar, say
 from outrider.records import AcceptReport
 from outrider.train.checkpoint import list_checkpoints
+from outrider.train.incidents import logits_bytes, look_at, read_rows, skip
 from outrider.train.meter import Stopwatch, as_metrics, as_note, report_step
 from outrider.train.optim import learning_rate_at
 from outrider.train.signals import StopRequests
 from outrider.train.start import Run, start
 from outrider.train.step import MicroBatch, lay_out, run_step
+from outrider.train.watchdog import Watchdog
 
 AcceptanceCheck = Callable[[Target, Drafter], AcceptReport]
 
@@ -31,11 +34,14 @@ def train(config: RunConfig, *, check: AcceptanceCheck | None) -> dict[str, Any]
     """
     began = time.monotonic()
     run = start(config)
-    with (run.keeper, StopRequests(began=began, max_hours=config.train.max_hours) as stops,
+    with (run.keeper, Watchdog(run.folder, minutes=config.guards.stuck_minutes) as watchdog,
+          StopRequests(began=began, max_hours=config.train.max_hours) as stops,
           ProgressBar("train", total=run.steps, unit="steps") as bar):
         bar.skip(run.position.step)
-        stopped = _iterate(run, stops, bar, check)
+        stopped = _iterate(run, stops, bar, check, watchdog)
     run.metrics.tracker.close()
+    if stopped and stopped not in stops.reasons:
+        raise UserError(f"{stopped}; stopped and saved after step {run.position.step} of {run.steps}, the same command goes on")
     if stopped:
         say(f"stopped by {stopped} after step {run.position.step} of {run.steps}: the same command goes on from there")
     saved = list_checkpoints(run.folder)
@@ -46,16 +52,21 @@ def train(config: RunConfig, *, check: AcceptanceCheck | None) -> dict[str, Any]
     }
 
 
-def _iterate(run: Run, stops: StopRequests, bar: ProgressBar, check: AcceptanceCheck | None) -> str | None:
+def _iterate(
+    run: Run, stops: StopRequests, bar: ProgressBar, check: AcceptanceCheck | None, watchdog: Watchdog
+) -> str | None:
     """Step until the end or a reason to stop, which is returned. What is due follows from the position alone, so that a resumed
     run comes to the same measurements and checkpoints."""
     slowest_s = 0.0
     while True:
+        watchdog.alive()
         run.keeper.check()
         # The one place where a stop is asked for, once a step, before anything of the next: processes can agree on it here.
         stopped = stops.reason(needed_s=slowest_s + run.keeper.copy_seconds + run.keeper.write_seconds)
+        stopped = stopped or (run.disk.short() if run.position.step < run.steps else None)
         if check and not stopped and _measurement_due(run):
             _measure(run, check)
+            watchdog.alive()
         if run.keeper.due(run.position, total=run.steps) or (stopped and run.position.step > run.keeper.last.step):
             _save(run)
         if stopped or run.position.step == run.steps:
@@ -72,11 +83,16 @@ def _one_step(run: Run, step: int, bar: ProgressBar) -> None:
     rate = learning_rate_at(step, run.steps, config.optimizer)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    terms, norm = run_step(
-        run.road, run.source, run.optimizer, batches, clip_norm=config.optimizer.clip_norm,
-        logits_bytes=config.objective.logits_mib * 2**20, watch=watch,
-    )
-    run.position = replace(run.position, step=step + 1, seconds=round(time.monotonic() - run.clock_zero, 3))
+    try:
+        terms, norm = run_step(
+            run.road, run.source, run.optimizer, batches, clip_norm=config.optimizer.clip_norm,
+            logits_bytes=logits_bytes(run), watch=watch,
+        )
+    except FloatingPointError:
+        skip(run, step, batches)
+        bar.advance(1)
+        return
+    run.position = replace(run.position, step=step + 1, seconds=round(time.monotonic() - run.clock_zero, 3), bad_in_row=0)
     if (step + 1) % config.train.log_every and step + 1 != run.steps:
         bar.advance(1)
         return
@@ -85,7 +101,9 @@ def _one_step(run: Run, step: int, bar: ProgressBar) -> None:
         anchors=sum(int(batch.blocks.keep_BA.sum()) for batch in batches), eligible=sum(batch.eligible for batch in batches),
         seconds=watch.seconds,
     )
+    before = list(run.metrics.losses)
     run.metrics.log(as_metrics(report))
+    look_at(run, report, before, batches)
     bar.advance(1, note=as_note(report))
 
 
@@ -95,7 +113,7 @@ def _micro_batch(run: Run, step: int, micro: int) -> MicroBatch:
     first = (step * settings.accumulation + micro) * settings.rows_per_batch
     places = [divmod(index, len(run.rows)) for index in range(first, first + settings.rows_per_batch)]
     orders = {epoch: run.rows.row_order(settings.seed, epoch) for epoch, _ in places}
-    rows = run.rows.batch([orders[epoch][at] for epoch, at in places])
+    rows = read_rows(run, [orders[epoch][at] for epoch, at in places])
     return lay_out(rows, run.resolved, [epoch for epoch, _ in places], run.drafter.norm.weight.device)
 
 

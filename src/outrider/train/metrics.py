@@ -2,11 +2,13 @@
 
 import json
 import os
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from outrider.files import explain_os_errors
 from outrider.progress import say
+from outrider.train.guards import LOSSES_KEPT
 from outrider.train.tracker import open_tracker
 
 METRICS_NAME = "metrics.jsonl"
@@ -22,7 +24,7 @@ class Metrics:
                 say(f"{self.path}: has {handle.tell()} bytes where the checkpoint counted {at_bytes}: some lines were lost")
             handle.truncate(min(handle.tell(), at_bytes))
         self.tracker = open_tracker(tracker, run_folder, first_step=at_step)
-        self.last_loss = self._read_last_loss()
+        self.losses = deque(self._read_losses(), maxlen=LOSSES_KEPT)  # the newest logged
 
     @property
     def size(self) -> int:
@@ -31,7 +33,8 @@ class Metrics:
 
     def log(self, line: dict[str, Any]) -> None:
         """Add one line. Raises UserError when the disk refuses."""
-        self.last_loss = line.get("loss", self.last_loss)
+        if "loss" in line:
+            self.losses.append(line["loss"])
         self.tracker.log(line)
         with explain_os_errors(self.path), self.path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(line) + "\n")
@@ -41,6 +44,14 @@ class Metrics:
         with explain_os_errors(self.path), self.path.open("rb") as handle:
             os.fsync(handle.fileno())
 
-    def _read_last_loss(self) -> float | None:
+    def event(self, step: int, event: str, **facts: Any) -> None:
+        """Add a line on something odd: `{"step": ..., "event": ..., ...}`. Its facts have no key that a step's line has."""
+        self.log({"step": step, "event": event, **facts})
+
+    @property
+    def last_loss(self) -> float | None:
+        return self.losses[-1] if self.losses else None
+
+    def _read_losses(self) -> list[float]:
         lines = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
-        return next((line["loss"] for line in reversed(list(lines)) if "loss" in line), None)
+        return [line["loss"] for line in lines if "loss" in line]

@@ -24,6 +24,8 @@ class StopRequests:
         self._signal_at = 0.0
         self._before: dict[int, Any] = {}
 
+    reasons = frozenset({*(number.name for number in STOP_SIGNALS), "train.max_hours"})
+
     def __enter__(self) -> "StopRequests":
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}

@@ -30,6 +30,7 @@ from outrider.model.drafter import Drafter, count_parameters, initialise
 from outrider.model.published import to_config
 from outrider.progress import say
 from outrider.train.checkpoint import Origin, Position, load_checkpoint, newest_sound, read_state
+from outrider.train.guards import DiskWatch
 from outrider.train.keeper import Keeper
 from outrider.train.metrics import METRICS_NAME, Metrics
 from outrider.train.optim import build_optimizer
@@ -38,9 +39,10 @@ from outrider.train.rng import seed_rng
 from outrider.train.roads import Road, open_road
 
 RESOLVED_NAME = "resolved.toml"
+STATE_BYTES = 12  # a parameter in a checkpoint: its fp32 master and two fp32 moments
 FREE_TO_CHANGE = {"train.folder", "train.log_every", "train.tracker", "train.max_hours", "train.accept_every",
                   "train.accept_prompts", "train.accept_tokens"}
-FREE_SECTIONS = {"checkpoint"}
+FREE_SECTIONS = {"checkpoint", "guards"}
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Run:
     position: Position
     metrics: Metrics
     keeper: Keeper
+    disk: DiskWatch
     clock_zero: float
 
     @property
@@ -96,12 +99,17 @@ def start(config: RunConfig) -> Run:
         say(f"going on from {checkpoint}, {position.step} steps done")
     per_step = settings.rows_per_batch * settings.accumulation
     steps = settings.steps or -(-settings.epochs * len(rows) // per_step)
+    disk = DiskWatch(settings.folder, checkpoint_bytes=STATE_BYTES * count_parameters(resolved.shape),
+                     min_free_gib=config.guards.min_free_gib)
+    if short := disk.short():
+        raise UserError(short)
     with explain_os_errors(settings.folder):
         settings.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(settings.folder / RESOLVED_NAME, lambda path: path.write_text(to_toml(resolved.config), encoding="utf-8"))
     metrics = Metrics(settings.folder, settings.tracker, at_bytes=position.metrics_bytes, at_step=position.step)
     keeper = Keeper(settings.folder, resolved.config.checkpoint, _origin(resolved, target, inputs), position)
-    run = Run(resolved, rows, source, road, optimizer, steps, position, metrics, keeper, time.monotonic() - position.seconds)
+    run = Run(resolved, rows, source, road, optimizer, steps, position, metrics, keeper, disk,
+              time.monotonic() - position.seconds)
     _announce(run)
     return run
 
@@ -212,4 +220,4 @@ def _announce(run: Run) -> None:
     per_step = run.resolved.config.train.rows_per_batch * run.resolved.config.train.accumulation
     say(f"drafter: {count_parameters(run.resolved.shape) / 1e6:.1f} M parameters; {len(run.rows)} rows of {run.rows.row_length} "
         f"tokens; {run.steps} steps of up to {per_step} x {layout.anchors} blocks; free disk "
-        f"{shutil.disk_usage(run.folder).free / 2**30:.0f} GiB")
+        f"{run.disk.free_bytes / 2**30:.0f} GiB")
