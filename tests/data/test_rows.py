@@ -118,7 +118,7 @@ def test_a_row_that_fails_later_is_named(folder, monkeypatch):
     prepared = load_rows(folder)
     with monkeypatch.context() as patch:
         patch.setattr(prepared._file, "read_row_group", raise_io_error)
-        with pytest.raises(RowError, match=r"rows\.parquet:row 5: cannot be read any more \(\[Errno 5\] Input/output error\)") as bad:
+        with pytest.raises(RowError, match=r"\.parquet:row 5: cannot be read any more \(\[Errno 5\] Input/output") as bad:
             prepared.batch([4])
         assert bad.value.row == 4
     assert len(prepared.batch([4]).row_ids_B) == 1, "nothing bad is kept"

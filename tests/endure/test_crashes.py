@@ -1,0 +1,16 @@
+"""Kills at random moments: each run goes on, ends as the uninterrupted one to the bit, and never leaves a bad checkpoint."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parents[2] / "bench" / "endure.py"
+
+
+def test_a_few_random_kills(tmp_path: Path) -> None:
+    """A process of its own: forks of one that has threads, as pytest's may, are not safe. 200 kills: bench/endure.py."""
+    done = subprocess.run([sys.executable, str(BENCH), "--kills", "6", "--folder", str(tmp_path), "--no-result"], timeout=100,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert '"kills": 6' in done.stdout
+    assert '"different_runs": 0, "damaged_checkpoints": 0' in done.stdout
