@@ -1,5 +1,6 @@
 """The verbs as a user calls them: the whole road on a toy target, the contract of --json and exit codes, and bad input."""
 
+import io
 import json
 import shutil
 import sys
@@ -81,7 +82,9 @@ def road(toy_folder: ToyFolder, tmp_path_factory: pytest.TempPathFactory) -> tup
     return target, folder
 
 
-def test_the_whole_road(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_road(
+    road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, folder = road
     pair = ("--target", target, "--drafter", tmp_path / "drafter")
     run = ("--set", f"train.folder={tmp_path / 'run'}")
@@ -104,6 +107,16 @@ def test_the_whole_road(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.
     assert set(evaluated["tau_by_kind"]) == {"even", "odd"}
     generated = result(capsys, "generate", "Say 1.", *pair, "--max-new-tokens", 12)
     assert generated["tokens"] == 12
+    branched = result(capsys, "generate", "Say 1.", *pair, "--max-new-tokens", 12, "--tree-budget", 6)
+    assert branched["text"] == generated["text"]
+    assert result(capsys, "evaluate", folder / "prompts.jsonl", *pair, "--max-new-tokens", 12, "--tree-budget", 6)["identical"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Say 2.\n\nSay 3.\n"))
+    chat = result(capsys, "generate", "Say 1.", "--chat", *pair, "--max-new-tokens", 12)
+    assert [m["content"] for m in chat["messages"][::2]] == ["Say 1.", "Say 2.", "Say 3."]
+    assert chat["turns"][0]["text"] == generated["text"]
+    assert "prompt: is missing" in refusal(capsys, "generate", *pair)
+    assert "--tree-budget 6" in refusal(capsys, "evaluate", folder / "prompts.jsonl", *pair, "--tree-budget", 6,
+                                        "--engine", "vllm", "--base-url", "http://127.0.0.1:9")
 
 
 def test_progress_and_tables_keep_apart(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

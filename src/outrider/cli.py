@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +32,7 @@ Precision = Annotated[str, typer.Option(help="float32 or bfloat16.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
 TopK = Annotated[int, typer.Option(help="Sample among the k likeliest; 0 is off.")]
+TreeBudget = Annotated[int, typer.Option(help="Verify so many draft tokens at a time, as a tree; 0 is one chain.")]
 LOOKUP = "lookup"  # the rival that is no drafter
 
 Drafter = Annotated[Path, typer.Option("--drafter", help="An exported folder, a checkpoint, or a run.")]
@@ -217,6 +218,7 @@ def evaluate(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    tree_budget: TreeBudget = 0,
     batch_size: Annotated[str, typer.Option(help="Prompts side by side; 1,8,32 measures the speed at each.")] = "1",
     execution: Annotated[str | None, typer.Option(help="eager, graph or compiled, both sides; compiled on CUDA.")] = None,
     rival: Annotated[list[str] | None, typer.Option(help="Another drafter folder, or 'lookup' (n-grams); repeatable.")] = None,
@@ -245,7 +247,9 @@ def evaluate(
         check_page(page)
     tokenizer = load_tokenizer(target)
     questions = read_questions(prompts, prompt_set, tokenizer, limit=limit, thinking=thinking)
-    options = DecodeOptions(max_new_tokens, tuple(read_stop_ids(target, tokenizer)), temperature, top_p, top_k, seed)
+    options = DecodeOptions(max_new_tokens, tuple(read_stop_ids(target, tokenizer)), temperature, top_p, top_k, seed, tree_budget)
+    if engine is not None and tree_budget:
+        raise UserError(f"--tree-budget {tree_budget}: a server drafts as it was started: leave it out with --engine")
     if engine is not None:
         result = evaluate_server(engine, base_url, baseline_url, questions.prompts, options, concurrency=concurrency)
     elif drafter is None:
@@ -280,34 +284,71 @@ def _evaluate_here(
 
 @functools.partial(verb, display=lambda result: None)  # the text has been streamed already
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask.")],
-    target: Target,
-    drafter: Drafter,
-    max_new_tokens: Annotated[int, typer.Option(help="Token limit of the answer.")] = 256,
+    prompt: Annotated[str | None, typer.Argument(help="What to ask; with --chat the first turn, or left out.")] = None,
+    target: Target = "",
+    drafter: Annotated[Path | None, typer.Option("--drafter", help="An exported folder, a checkpoint, or a run.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Go on: each line of stdin is a turn, until it ends (Ctrl-D).")] = False,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the answer, left out of it; repeatable.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Token limit of an answer.")] = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    tree_budget: TreeBudget = 0,
+    execution: Annotated[str | None, typer.Option(help="eager, graph or compiled; graph on CUDA.")] = None,
     dtype: Precision = "float32",
     device: Device = "cpu",
 ) -> dict[str, Any]:
-    """Stream an answer; on a terminal, what the drafter guessed right is green.
+    """Stream an answer; on a terminal, what the drafter guessed right is green. Says at the end how it came.
 
     Example: outrider generate "Name three rivers." --target ./my-model --drafter runs/mine
     """
-    from outrider.data.chat import chat_format
+    from outrider.data.chat import chat_format, render_prompt
     from outrider.data.prompts import PromptLine, prompt_ids
-    from outrider.features.target import load_tokenizer
+    from outrider.features.target import load_tokenizer, read_stop_ids
+    from outrider.verify.execution import EAGER, GRAPH
     from outrider.verify.sampling import DecodeOptions
-    from outrider.verify.stream import stream
+    from outrider.verify.stops import StopStrings
+    from outrider.verify.stream import Writer
 
-    if any(0xD800 <= ord(letter) <= 0xDFFF for letter in prompt):  # how Python holds bytes that were not text
-        raise UserError("prompt: is not UTF-8 text: give it in UTF-8")
+    if not target or drafter is None:
+        raise UserError(f"{'--drafter' if target else '--target'}: is missing: name its folder")
+    if prompt is None and not chat:
+        raise UserError("prompt: is missing: say what to ask, or give --chat to ask turn by turn")
     tokenizer = load_tokenizer(target)
-    ids = prompt_ids(PromptLine("prompt", prompt, None, {}), chat_format(tokenizer, stop_token_ids=(), template_options={}))
+    template = chat_format(tokenizer, stop_token_ids=(), template_options={})
+    first = None if prompt is None else prompt_ids(PromptLine("prompt", _text(prompt), None, {}), template)
+    if chat and not template.has_template:
+        raise UserError("--chat: the target's tokenizer has no chat template, so turns cannot be told apart: leave --chat out")
+    options = DecodeOptions(max_new_tokens, tuple(read_stop_ids(target, tokenizer)), temperature, top_p, top_k, seed, tree_budget)
+    stops = StopStrings(tokenizer, tuple(stop)) if stop else None
     loaded, opened = _load_pair(target, drafter, dtype, device)
-    options = DecodeOptions(max_new_tokens, tuple(loaded.stop_ids(tokenizer)), temperature, top_p, top_k, seed)
-    return stream(loaded, opened, tokenizer, ids, options, colour=sys.stdout.isatty())
+    writer = Writer(loaded, opened, tokenizer, options, stops, execution or (GRAPH if loaded.device.type == "cuda" else EAGER),
+                    sys.stdout.isatty())
+    if chat:
+        return writer.converse(lambda messages: render_prompt(tuple(messages), chat=template, where="chat"), _turns(prompt))
+    assert first is not None
+    return writer.answer(first)
+
+
+def _turns(first: str | None) -> Iterator[str]:
+    """The turns of a chat: `first`, then each line of stdin that is not blank."""
+    if first is not None:
+        yield first
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield _text(line.strip())
+
+
+def _text(given: str) -> str:
+    if any(0xD800 <= ord(letter) <= 0xDFFF for letter in given):  # how Python holds bytes that were not text
+        raise UserError("prompt: is not UTF-8 text: give it in UTF-8")
+    return given
 
 
 @verb

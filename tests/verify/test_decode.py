@@ -13,7 +13,7 @@ from toys import KINDS, MASK, VOCAB, rows_of, toy_shape
 from outrider.errors import UserError
 from outrider.features.capture import capture
 from outrider.features.target import Target
-from outrider.verify.decode import speculate, speculate_cycles, target_alone
+from outrider.verify.decode import Decoder, speculate, target_alone
 from outrider.verify.drafting import DraftReader
 from outrider.verify.execution import EAGER
 from outrider.verify.sampling import DecodeOptions
@@ -102,7 +102,8 @@ def test_cycles_stream_the_text_as_it_grows(toy_target: ToyTarget, monkeypatch: 
     target, drafter, prompt = toy_target("llama"), random_drafter(toy_shape(), seed=3), PROMPTS[1]
     truth = target_alone(target, prompt, greedy(10)).tokens
     script_drafts(monkeypatch, [prompt], [truth], [[2, 0, 3]])
-    cycles = list(speculate_cycles(target, drafter, prompt, greedy(10), execution=EAGER, stops=None))
+    decoder = Decoder(target, drafter, greedy(10), rows=1, longest=len(prompt), execution=EAGER)
+    cycles = [cycle for (cycle,) in decoder.cycles([prompt], seeds=[0], stops=None) if cycle]
     assert [(list(c.accepted), c.bonus, c.drafted) for c in cycles] == [
         ([], truth[0], 0), (truth[1:3], truth[3], 3), ([], truth[4], 3), (truth[5:8], truth[8], 3), (truth[9:10], None, 1)]
 

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.errors import UserError
 from outrider.features.target import Target
 from outrider.model.drafter import Drafter
 from outrider.verify.drafting import DraftReader
 from outrider.verify.execution import Execution
 from outrider.verify.reading import TargetReader, read_prompts
+from outrider.verify.rollback import LINEAR
 from outrider.verify.sampling import DecodeOptions, Luck, draw, judge_greedy, judge_sampled, warp
+from outrider.verify.tree import Tree, contenders, follow, likeliest_tree
 
 
 class Lanes:
@@ -73,7 +76,10 @@ class Lanes:
         """Draft a block from each anchor, after taking in the context that the last cycle settled."""
         assert self.drafts is not None
         self.drafts.absorb(self.features_BKF, self.kept_B, self.reader.length_B)
-        logits_BkV = self.drafts.draft(self.anchor_B, self.reader.length_B, self.slots())
+        self.propose(self.drafts.draft(self.anchor_B, self.reader.length_B, self.slots()))
+
+    def propose(self, logits_BkV: Tensor) -> None:
+        """Choose the draft tokens that will be verified."""
         if self.options.greedy_choice:
             self.tokens_Bk.copy_(logits_BkV.argmax(-1))
         else:
@@ -120,3 +126,39 @@ class Lanes:
         self.alive_B &= (first_B >= count_B) & (self.room_B > 0)
         self.report_BX[:, :4] = torch.stack((self.kept_B, accepted_B, drafted_B, self.alive_B.to(torch.int64)), dim=1)
         self.report_BX[:, 4:] = given_BX
+
+
+class TreeLanes(Lanes):
+    """Lanes that verify the likeliest continuations as a tree, `options.tree_budget` nodes beside each anchor.
+
+    Sampled, the target draws a token at every node and goes on where that is a child: the text is the target's own whatever the
+    tree holds, and no draft probabilities are needed. Raises UserError for a target with recurrent layers.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter, options: DecodeOptions, *, rows: int, capacity: int, execution: Execution
+    ) -> None:
+        super().__init__(target, drafter, options, rows=rows, capacity=capacity, execution=execution)
+        if LINEAR in self.reader.kinds:
+            raise UserError(f"tree_budget = {options.tree_budget}: this target has '{LINEAR}' layers, whose state follows one "
+                            "text and cannot branch: use 0, which verifies one chain")
+        self.tree = Tree.blank(rows, options.tree_budget, self.device)
+        self.ranks = contenders(self.K - 1, target.facts.vocab_size, options.tree_budget, self.device)
+
+    def propose(self, logits_BkV: Tensor) -> None:
+        self.tree.copy_(likeliest_tree(self.anchor_B, logits_BkV, self.slots(), self.ranks, budget=self.options.tree_budget))
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        """Read the trees by the target, accept the paths that it would have written, and report."""
+        hidden_BND, features_BNF = self.reader.read_tree(self.tree.tokens_BN, self.tree.depth_BN, self.tree.seen_BNN)
+        assert features_BNF is not None
+        logits_BNV = self.target.head.logits(hidden_BND)
+        if self.options.greedy_choice:
+            choice_BN = logits_BNV.argmax(-1)
+        else:  # one number a slot: of the nodes of a slot one at most is on the path, and which one earlier slots decide
+            choice_BN = draw(warp(logits_BNV, self.options), self.luck_BX[:, self.K - 1 :].gather(1, self.tree.depth_BN))
+        path = follow(self.tree, choice_BN, K=self.K)
+        self.features_BKF.copy_(features_BNF.gather(1, path.nodes_BK[:, :, None].expand_as(self.features_BKF)))
+        self.settle(self.tree.tokens_BN.gather(1, path.nodes_BK[:, 1:]), path.accepted_B, path.bonus_B, path.drafted_B)
+        self.reader.keep_path(path.nodes_BK, self.kept_B)

@@ -10,7 +10,7 @@ from outrider.errors import UserError
 from outrider.features.target import Target, TargetFacts
 from outrider.model.drafter import Drafter
 from outrider.records import DrafterShape
-from outrider.verify.cycle import Lanes
+from outrider.verify.cycle import Lanes, TreeLanes
 from outrider.verify.execution import EAGER, Execution, StageClock
 from outrider.verify.sampling import DecodeOptions, Luck
 from outrider.verify.stops import StopStrings
@@ -22,8 +22,8 @@ DRAFT, TARGET, PROMPT = "draft", "target", "prompt"  # stages of the clock
 class Cycle:
     """What one target forward gave: draft tokens accepted and kept, then `bonus`, the target's own token.
 
-    `bonus` is None where the text ended (stop or limit) on a draft token. `drafted` counts the draft tokens verified: 0 in the
-    forward of the prompt.
+    `bonus` is None where the text ended (stop or limit) on a draft token. `drafted` counts the slots verified one after another:
+    0 in the forward of the prompt, and in a tree no further than the path that was followed branches.
     """
 
     accepted: tuple[int, ...]
@@ -134,8 +134,13 @@ class Decoder:
             check_weights(self.drafter)
         execution = Execution(self.execution, self.target.device)
         block = self.drafter.shape.block_size if self.drafter else 1
-        capacity = self.longest + self.options.max_new_tokens + block
-        self.lanes = Lanes(self.target, self.drafter, self.options, rows=self.rows, capacity=capacity, execution=execution)
+        read = max(block, self.options.tree_budget + 1)
+        capacity = self.longest + self.options.max_new_tokens + read
+        if self.drafter is not None and self.options.tree_budget:
+            self.lanes: Lanes = TreeLanes(self.target, self.drafter, self.options, rows=self.rows, capacity=capacity,
+                                          execution=execution)
+        else:
+            self.lanes = Lanes(self.target, self.drafter, self.options, rows=self.rows, capacity=capacity, execution=execution)
         if self.execution != EAGER:
             self.lanes.begin([[0]] * self.rows, self._luck([0] * self.rows))
         self._draft = execution.captured(self.lanes.draft) if self.drafter else None
@@ -236,18 +241,6 @@ def decode(
     seconds = time.perf_counter() - began
     prompt_seconds, draft_seconds, target_seconds = (decoder.clock.seconds(stage) for stage in (PROMPT, DRAFT, TARGET))
     return DecodedBatch(texts, prompt_seconds, draft_seconds, target_seconds, seconds, decoder.setup_seconds)
-
-
-def speculate_cycles(
-    target: Target, drafter: Drafter, prompt_ids: Sequence[int], options: DecodeOptions, *, execution: str,
-    stops: StopStrings | None,
-) -> Iterator[Cycle]:
-    """One text, yielding as it grows: first the prompt's own token, then a cycle a target forward."""
-    check_prompt(prompt_ids, options, target.facts, name="prompt")
-    decoder = Decoder(target, drafter, options, rows=1, longest=len(prompt_ids), execution=execution)
-    for (cycle,) in decoder.cycles([prompt_ids], seeds=[options.seed], stops=stops):
-        assert cycle is not None
-        yield cycle
 
 
 def speculate(target: Target, drafter: Drafter, prompt_ids: Sequence[int], options: DecodeOptions) -> Decoded:

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from outrider.errors import UserError
 
+MOST_NODES = 1024  # of a tree: all pairs of them have a mark in its mask
 LEAST_TEMPERATURE = 1e-3  # logits of some hundreds, divided by less, leave what float32 can hold
 
 
 @dataclass(frozen=True)
 class DecodeOptions:
     """How a text is continued. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `stop_ids` end the text.
+
+    `tree_budget`: draft tokens verified at a time, as a tree; 0 verifies the one chain that a block is.
 
     Raises UserError on a value out of range.
     """
@@ -29,6 +32,7 @@ class DecodeOptions:
     top_p: float
     top_k: int
     seed: int
+    tree_budget: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -41,6 +45,8 @@ class DecodeOptions:
             raise UserError(f"top_k = {self.top_k}: must be 0 (keeps every token) or a positive count")
         if self.seed < 0:
             raise UserError(f"seed = {self.seed}: must not be negative")
+        if not 0 <= self.tree_budget <= MOST_NODES:
+            raise UserError(f"tree_budget = {self.tree_budget}: must be 0 (one chain) or at most {MOST_NODES} draft tokens")
 
     @property
     def greedy_choice(self) -> bool:

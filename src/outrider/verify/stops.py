@@ -27,6 +27,10 @@ class StopStrings:
         """`text` up to the first of the strings, without it."""
         return text[: min((text.find(stop) for stop in self.strings if stop in text), default=len(text))]
 
+    def begun(self, text: str) -> int:
+        """How many letters at the end of `text` may be the beginning of one of the strings."""
+        return max((n for stop in self.strings for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+
 
 @dataclass
 class WatchedText:
