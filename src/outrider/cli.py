@@ -1,30 +1,21 @@
 """The verbs, in the order a user meets them: each a plain function that gives a dictionary, and a command of the same name."""
 
 import functools
-import inspect
-import json
-import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from outrider import show
+from outrider.command import main as main
+from outrider.command import verb
 from outrider.config import DType, load_run
-from outrider.errors import RunFailure, UserError
+from outrider.errors import UserError
 from outrider.files import only_writer
-from outrider.progress import say
 
 # torch and transformers take seconds to import and --help should not wait for them: the verbs import their rooms themselves.
-
-# What click raises for wrong words; newer releases of typer carry a click of their own inside.
-UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
-app = typer.Typer(name="outrider", add_completion=False, rich_markup_mode=None,
-                  help="Train DFlash drafters for your own language model, and measure how much faster it answers.")
 
 Target = Annotated[str, typer.Option("--target", help="The target: a local folder or a hub id.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
@@ -36,33 +27,6 @@ TreeBudget = Annotated[int, typer.Option(help="Verify so many draft tokens at a 
 LOOKUP = "lookup"  # the rival that is no drafter
 
 Drafter = Annotated[Path, typer.Option("--drafter", help="An exported folder, a checkpoint, or a run.")]
-
-
-def verb(function: Callable[..., dict[str, Any]], display: Callable[[dict[str, Any]], None] = show.show_result) -> Any:
-    """Make `function` a command with `--json` (its result as the last line of stdout), and give it back unchanged."""
-    signature = inspect.signature(function)
-    as_json = inspect.Parameter(
-        "as_json", inspect.Parameter.KEYWORD_ONLY, default=False,
-        annotation=Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, last on stdout.")],
-    )
-
-    @functools.wraps(function)
-    def command(**arguments: Any) -> None:
-        print_json = arguments.pop("as_json")
-        try:
-            result = function(**arguments)
-        except KeyboardInterrupt:
-            say("interrupted: what was finished is kept; the same command goes on from there")
-            sys.exit(130)
-        if print_json:
-            print(json.dumps(result, default=str), flush=True)
-        else:
-            display(result)
-
-    command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), as_json])  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in [*signature.parameters.values(), as_json]}
-    app.command(function.__name__)(command)
-    return function
 
 
 @verb
@@ -416,34 +380,6 @@ def _device(name: str) -> str:
     if name != "cpu" and not (name.split(":")[0] == "cuda" and torch.cuda.is_available()):
         raise UserError(f"--device {name}: must be cpu, or cuda where a CUDA device is found")
     return name
-
-
-def main() -> None:
-    """Run the command line: exit code 0 on success, 2 on a user's mistake (one sentence), 1 on any other failure."""
-    # Threads of torch that wait should sleep, not spin: beside other work spinning made answers 7 times slower; alone on the
-    # machine sleeping costs 18 % (bench/LOG.md), and who is alone can set ACTIVE.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below are for terminals, as ours are
-    try:
-        sys.exit(app(args=sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
-    except UserError as error:
-        say(f"error: {error}")
-    except UsageError as error:
-        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-        verb = f" {sys.argv[1]}" if sys.argv[1] in {command.name for command in app.registered_commands} else ""
-        say(f"error: {message}: see outrider{verb} --help")
-    except RunFailure as error:
-        say(f"failed: {error}")
-        sys.exit(1)
-    except OSError as error:  # a closed pipe, a full disk under stdout
-        say(f"failed: {error}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered for stdout cannot go there
-        sys.exit(1)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(1)
-    sys.exit(2)
 
 
 if __name__ == "__main__":
