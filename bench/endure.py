@@ -36,7 +36,7 @@ def make_data(folder: Path) -> None:
              for i in range(13)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
     options = PrepareOptions(vocab_size=VOCAB, row_length=96, supervise="all", on_bad_record="stop", max_unsupervised_share=0.0,
-                             stop_token_ids=(), template_options={})
+                             max_bad_share=1.0, stop_token_ids=(), template_options={})
     prepare([folder / "chats.jsonl"], tokenizer=toy_tokenizer(), out=folder / "rows", options=options)
 
 
@@ -56,7 +56,7 @@ def write_result(tally: Tally, *, seconds: float, command: str) -> None:
         "# Does a killed run end as if nothing had been?", "",
         f"`{command}`, {time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip()}, {os.cpu_count()} CPU cores, "
         f"Python {platform.python_version()}, torch {torch.__version__}, {seconds:.0f} s.",
-        "A toy run of 24 steps, a checkpoint every 2; each start is killed (SIGKILL) at a moment uniform over the run's time.",
+        "A toy run of 24 steps, a checkpoint every 2; each start is killed (SIGKILL) at a random moment of its time.",
         "", "| | |", "|---|---|", f"| random kills | {tally.kills} |",
         f"| of them in the middle of a save (a half-written checkpoint lay there) | {tally.in_save} |",
         f"| newest checkpoint after a kill: min, median, max step | {steps[0]}, {steps[len(steps) // 2]}, {steps[-1]} |",

@@ -160,7 +160,8 @@ def cost(options: argparse.Namespace) -> None:
             slowed_s = sum(ms - statistics.median(alone) for ms in during) / 1000
             out(what=f"checkpoint {number}" + (", its host memory made" if number == 1 else ""),
                 step_waits_ms=round(1000 * blocked, 1), copy_ms=round(1000 * keeper.copy_seconds, 1),
-                write_s=round(keeper.write_seconds, 1), gib=round(12 * count_parameters(steps.shape) / 2**30, 2), step_while_writing_ms=spread(during),
+                write_s=round(keeper.write_seconds, 1),
+                gib=round(12 * count_parameters(steps.shape) / 2**30, 2), step_while_writing_ms=spread(during),
                 slowed_s=round(slowed_s, 2), percent_of_600_s=round(100 * (blocked + slowed_s) / 600, 3))
     after = timed_steps(steps, options.steps)
     out(what="step after, ms", **spread(after))

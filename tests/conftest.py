@@ -1,12 +1,14 @@
-"""Fixtures for all tests: one thread, toy targets saved once a session."""
+"""Fixtures for all tests: one thread, toy targets and rows made once a session."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from toys import save_toy
+from toys import VOCAB, save_toy, toy_tokenizer
 
+from outrider.data.prepare import PrepareOptions, prepare
 from outrider.features.target import Target, load_target
 
 ToyFolder = Callable[..., Path]
@@ -52,3 +54,19 @@ def toy_target(toy_folder: ToyFolder) -> ToyTarget:
         return loaded[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def toy_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few rows of 96 tokens: short conversations of two kinds, several to a row."""
+    folder = tmp_path_factory.mktemp("rows")
+    with (folder / "chats.jsonl").open("w", encoding="utf-8") as handle:
+        for i in range(13):
+            messages = [{"role": "user", "content": f"{i}+{i}?"}, {"role": "assistant", "content": f"{i} and {i} is {2 * i}"}]
+            if i % 3 == 0:
+                messages += [{"role": "user", "content": "ok"}, {"role": "assistant", "content": "bye"}]
+            handle.write(json.dumps({"messages": messages}) + "\n")
+    options = PrepareOptions(vocab_size=VOCAB, row_length=96, supervise="all", on_bad_record="stop", max_unsupervised_share=0.0,
+                             max_bad_share=1.0, stop_token_ids=(), template_options={})
+    prepare([folder / "chats.jsonl"], tokenizer=toy_tokenizer(), out=folder / "rows", options=options)
+    return folder / "rows"

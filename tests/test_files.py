@@ -2,6 +2,8 @@
 
 import errno
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from outrider.files import (
     explain_os_errors,
     only_writer,
     read_json,
+    set_aside,
     sha256_file,
     write_atomic,
     write_json,
@@ -127,6 +130,7 @@ def test_every_file_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(("code", "sentence"), [
     (errno.ENOSPC, "the disk is full"), (errno.EROFS, "read-only"), (errno.EACCES, "permission is denied"),
     (errno.EDQUOT, "quota"), (errno.ENOTDIR, "is a file, not a folder"), (errno.EFBIG, "larger than"),
+    (errno.EIO, "input/output error"),
 ])
 def test_disk_errors_are_one_sentence(code: int, sentence: str) -> None:
     with pytest.raises(UserError, match=rf"^cannot write some/place: .*{sentence}"), explain_os_errors(Path("some/place")):
@@ -140,7 +144,7 @@ def test_disk_errors_are_one_sentence(code: int, sentence: str) -> None:
 
 
 def test_other_errors_pass_through() -> None:
-    for error in (OSError(errno.EIO, "io"), ValueError("x"), UserError("said already (os error 28)")):
+    for error in (OSError(errno.ENOTEMPTY, "not empty"), ValueError("x"), UserError("said already (os error 28)")):
         with pytest.raises(type(error)) as raised, explain_os_errors(Path("p")):
             raise error
         assert raised.value is error
@@ -180,6 +184,32 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     with only_writer(tmp_path / "answers.jsonl"):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_a_writer_that_waits_comes_after(tmp_path: Path) -> None:
+    """Two of a cache's users at once: the second waits, then sees what the first made."""
+    order: list[str] = []
+
+    def second() -> None:
+        with only_writer(tmp_path / "cache", wait=True):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with only_writer(tmp_path / "cache", wait=True):
+        thread.start()
+        time.sleep(0.2)
+        order.append("first")
+    thread.join(timeout=10)
+    assert order == ["first", "second"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_set_aside_never_overwrites(tmp_path: Path) -> None:
+    names = []
+    for _ in range(3):
+        (tmp_path / "x.json").write_text("bad")
+        names.append(set_aside(tmp_path / "x.json").name)
+    assert names == ["x.json.damaged", "x.json.damaged-2", "x.json.damaged-3"]
 
 
 def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def prepare(
     supervise: Annotated[str, typer.Option(help="Learn from 'all' assistant turns or the 'last'.")] = "all",
     on_bad_record: Annotated[str, typer.Option(help="'stop' at a record that cannot be used, or 'drop' and count it.")] = "stop",
     max_unsupervised_share: Annotated[float, typer.Option(help="Refuse when more of the documents have nothing to learn.")] = 0.5,
+    max_bad_share: Annotated[float, typer.Option(help="With 'drop': stop when more of the records cannot be used.")] = 0.05,
 ) -> dict[str, Any]:
     """Turn conversations into rows of tokens with a loss mask, and count what was kept, dropped and why.
 
@@ -95,8 +96,8 @@ def prepare(
     facts, tokenizer = read_facts(target), load_tokenizer(target)
     options = PrepareOptions(
         vocab_size=facts.vocab_size, row_length=row_length, supervise=supervise, on_bad_record=on_bad_record,
-        max_unsupervised_share=max_unsupervised_share, stop_token_ids=tuple(read_stop_ids(target, tokenizer)),
-        template_options={},
+        max_unsupervised_share=max_unsupervised_share, max_bad_share=max_bad_share,
+        stop_token_ids=tuple(read_stop_ids(target, tokenizer)), template_options={},
     )
     with only_writer(out):
         return run(conversations, tokenizer=tokenizer, out=out, options=options)

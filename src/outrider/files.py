@@ -5,6 +5,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from outrider.errors import UserError
 
@@ -54,6 +55,9 @@ def explain_os_errors(path: Path) -> Iterator[None]:
         errno.EEXIST: "a file is in the way of a folder: choose another path",
         errno.EISDIR: "it is a folder, not a file: choose another path",
         errno.EBUSY: "it is in use as a mount point: choose a folder inside it",
+        errno.EIO: "the disk reports an error (input/output error): look at the disk, or choose a folder on another one",
+        errno.ESTALE: "its network disk has changed underneath (stale file handle): mount it again",
+        errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
         errno.ENAMETOOLONG: "the name is too long: choose a shorter one",
     }
     try:
@@ -107,27 +111,43 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def only_writer(path: Path) -> Iterator[None]:
+def only_writer(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold `path` (a file or folder to be written) against other processes, by a hidden lock file beside it.
 
-    Raises UserError when another process holds it. The lock ends with the process, however that ends.
+    When another process holds it: with `wait` until it ends, else raises UserError. The lock ends with the process, however
+    that ends.
     """
     path = path.resolve()
     lock = path.with_name(f".{path.name}.lock")
-    with explain_os_errors(path):
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        handle = lock.open("w")
+    while (handle := _lock(lock, path, wait=wait)) is None:
+        if not wait:
+            raise UserError(f"{path}: another process is writing there: wait for it, stop it, or choose another place")
     with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not lock.exists() or lock.stat().st_ino != os.fstat(handle.fileno()).st_ino:
-                raise BlockingIOError  # whoever held it removed it just now
-        except BlockingIOError as error:
-            raise UserError(f"{path}: another process is writing there: wait for it, stop it, or choose another place") from error
         try:
             yield
         finally:
             lock.unlink(missing_ok=True)  # while it is still held
+
+
+def _lock(lock: Path, path: Path, *, wait: bool) -> IO[str] | None:
+    """The open lock file, held; None when another process holds it, or held it until just now and removed it."""
+    with explain_os_errors(path):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = lock.open("w")
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        if lock.exists() and lock.stat().st_ino == os.fstat(handle.fileno()).st_ino:
+            return handle
+    handle.close()
+    return None
+
+
+def set_aside(path: Path) -> Path:
+    """Rename something damaged to `<name>.damaged` (`.damaged-2` where there is one already), so that it can be made again."""
+    names = (f"{path.name}.damaged{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
+    place = next(place for place in map(path.with_name, names) if not place.exists())
+    path.rename(place)
+    return place
 
 
 def _exchange(new: Path, old: Path) -> None:

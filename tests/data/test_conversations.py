@@ -14,6 +14,7 @@ from outrider.data.conversations import (
     RecordError,
     count_records,
     parse_json,
+    parse_record,
     read_conversations,
 )
 from outrider.errors import UserError
@@ -160,3 +161,9 @@ def test_parquet_is_read_as_jsonl_is(tmp_path: Path):
 def test_json_that_python_will_not_read_is_broken_json(line):
     with pytest.raises(RecordError, match=r"^x.jsonl:1: broken JSON"):
         parse_json(line, "x.jsonl:1")
+
+
+@pytest.mark.parametrize("huge", [2**63, -2**63 - 1, 2**64, 10**30])
+def test_a_token_beyond_64_bits_is_named_by_its_place(huge):
+    with pytest.raises(RecordError, match=r"f:1: input_ids\[2\] is a number of \d+ bits: it must be a token's number"):
+        parse_record({"input_ids": [1, 2, huge], "loss_mask": [1, 1, 1]}, "f:1")

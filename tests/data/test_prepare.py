@@ -15,7 +15,7 @@ from outrider.errors import UserError
 from outrider.files import digest
 
 OPTIONS = PrepareOptions(vocab_size=300, row_length=64, supervise="all", on_bad_record="stop", max_unsupervised_share=0.1,
-                         stop_token_ids=(), template_options={})
+                         max_bad_share=0.5, stop_token_ids=(), template_options={})
 
 
 def test_the_audit_adds_up_and_the_rows_hold_the_documents(write_jsonl, talk, tokenizer, tmp_path, capsys):
@@ -38,6 +38,11 @@ def test_the_audit_adds_up_and_the_rows_hold_the_documents(write_jsonl, talk, to
     assert (result["documents_in"], result["documents_kept"]) == (11, 5)
     assert result["documents_in"] == result["documents_kept"] + sum(result["dropped"].values())
     assert result["unsupervised_turns"] == {"tokens merge over the boundary": 1}
+    lines = [json.loads(line) for line in (tmp_path / "rows/dropped.jsonl").read_text().splitlines()]
+    assert [(line["record"].removeprefix(f"{path}:").split(":")[0], line["reason"]) for line in lines] == [
+        ("4", "broken JSON"), ("5", "no assistant turn"), ("6", "nothing supervised"),
+        ("7", "no two neighbouring supervised tokens"), ("8", "supervised tokens lost to clipping"),
+        ("10", "token outside the vocabulary")]
     prepared = load_rows(tmp_path / "rows")
     batch = prepared.batch(list(range(len(prepared))))
     real = batch.document_ids_BS >= 0
@@ -109,7 +114,8 @@ def test_refuses_when_too_many_documents_teach_nothing(write_jsonl, talk, tokeni
     ({"row_length": 1}, "row_length = 1: must be at least 2"),
     ({"supervise": "first"}, "supervise = 'first': must be one of all, last"),
     ({"on_bad_record": "skip"}, "on_bad_record = 'skip': must be one of stop, drop"),
-    ({"max_unsupervised_share": 1.5}, "max_unsupervised_share = 1.5: must lie in 0..1")])
+    ({"max_unsupervised_share": 1.5}, "max_unsupervised_share = 1.5: must lie in 0..1"),
+    ({"max_bad_share": -0.1}, "max_bad_share = -0.1: must lie in 0..1")])
 def test_bad_options(change, words):
     with pytest.raises(UserError, match=words):
         replace(OPTIONS, **change)
@@ -130,6 +136,7 @@ def test_reuses_rows_made_from_the_same_things_and_says_so(write_jsonl, talk, to
     assert mended == first
     assert "its checksum differs" in capsys.readouterr().err
     load_rows(tmp_path / "rows")
+    assert (tmp_path / "rows.damaged" / "rows.parquet").read_bytes() == b"PAR1", "set aside, not lost"
     other = prepare([moved], tokenizer=tokenizer, out=tmp_path / "rows", options=replace(OPTIONS, row_length=128))
     assert not other["reused"]
     assert load_rows(tmp_path / "rows").row_length == 128
@@ -146,6 +153,7 @@ def test_every_ingredient_changes_the_key(write_jsonl, talk, make_tokenizer, cha
     assert key() == plain
     assert key([same]) == plain
     changes = {"vocab_size": 301, "row_length": 65, "supervise": "last", "on_bad_record": "drop", "max_unsupervised_share": 0.2,
+               "max_bad_share": 0.2,
                "stop_token_ids": (1,), "template_options": {"enable_thinking": False}}
     assert changes.keys() == OPTIONS.__dataclass_fields__.keys()
     keys = {name: key(options=replace(OPTIONS, **{name: value})) for name, value in changes.items()}
@@ -216,3 +224,14 @@ def test_the_same_files_give_the_same_bytes(write_jsonl, talk, tokenizer, tmp_pa
         prepare([path], tokenizer=tokenizer, out=tmp_path / name, options=OPTIONS)
     for name in ("rows.parquet", "rows.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_too_many_bad_records_stop_the_preparation(write_jsonl, talk, tokenizer, tmp_path):
+    path = write_jsonl(*[talk("u", "hi", "a", "ok")] * 7, "{", "[1]", '{"x": 1}')
+    options = replace(OPTIONS, on_bad_record="drop", max_bad_share=0.2)
+    with pytest.raises(UserError, match=r"max_bad_share = 0.2: 3 of 10 records cannot be used \(1 broken JSON, 2 unknown form\), "
+                                        r"the last of them .*:10: the record has the keys x") as refused:
+        prepare([path], tokenizer=tokenizer, out=tmp_path / "rows", options=options)
+    assert "partial" not in str(refused.value)
+    assert not (tmp_path / "rows").exists()
+    assert prepare([path], tokenizer=tokenizer, out=tmp_path / "rows", options=replace(options, max_bad_share=0.3))["rows"]

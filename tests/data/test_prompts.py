@@ -36,7 +36,7 @@ def test_text_without_a_template_is_bare(write_jsonl, make_tokenizer):
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
      "messages[1].role is 'assistant': a prompt ends"),
     ({"messages": [{"role": "assistant", "content": "b"}]}, "messages[0].role is 'assistant': a conversation begins"),
-    ({"prompt": "hi", "kind": 3}, "kind is 3: it must be text")])
+    ({"prompt": "hi", "kind": 3}, "kind is a number: it must be text")])
 def test_each_mistake_names_file_and_line(write_jsonl, tokenizer, record, words):
     path = write_jsonl({"prompt": "hi"}, record)
     with pytest.raises(UserError) as caught:

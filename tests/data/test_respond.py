@@ -76,7 +76,7 @@ def test_records_hold_the_exact_tokens(write_jsonl, tokenizer, tmp_path):
         "prompts": 2, "answered": 2, "failed": 0, "tokens": len(produced) + len(cut), "reused": 0}
     assert result["seconds"] >= 0
     options = PrepareOptions(vocab_size=300, row_length=128, supervise="all", on_bad_record="stop", max_unsupervised_share=0,
-                             stop_token_ids=(), template_options={})
+                             max_bad_share=1.0, stop_token_ids=(), template_options={})
     assert prepare([out], tokenizer=tokenizer, out=tmp_path / "rows", options=options)["supervised_tokens"] == result["tokens"]
     row = load_rows(tmp_path / "rows").batch([0])
     assert first["input_ids"] in [row.input_ids_BS[0][row.document_ids_BS[0] == document].tolist() for document in (0, 1)]

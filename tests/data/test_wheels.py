@@ -87,10 +87,18 @@ def test_wrong_bytes_are_refused(index: type[Index], tmp_path: Path) -> None:
 def test_a_damaged_wheel_is_set_aside(index: type[Index], tmp_path: Path) -> None:
     (tmp_path / WHEEL.file).write_bytes(b"cut")
     assert fetch_wheel(tmp_path, WHEEL).read_bytes() == BODY
-    assert (tmp_path / WHEEL.file).with_suffix(".damaged").read_bytes() == b"cut"
+    assert (tmp_path / f"{WHEEL.file}.damaged").read_bytes() == b"cut"
 
 
 def test_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     with pytest.raises(UserError, match="by hand"):
         fetch_wheel(tmp_path, WHEEL)
+
+
+def test_a_password_of_the_index_is_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "http://user:s3cret@127.0.0.1:9/simple")
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9/simple") as refused:
+        fetch_wheel(tmp_path, WHEEL)
+    assert "s3cret" not in str(refused.value)
+    assert not list(tmp_path.iterdir()), "nor does a lock stay behind"

@@ -1,33 +1,15 @@
-"""A small prepared data set and run files for the training tests."""
+"""Run files for the training tests."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from toys import MASK, VOCAB, toy_tokenizer
+from toys import MASK
 
 from outrider.config import RunConfig, parse_run
-from outrider.data.prepare import PrepareOptions, prepare
 
 MakeRun = Callable[..., RunConfig]
-
-
-@pytest.fixture(scope="session")
-def toy_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few rows of 96 tokens: short conversations of two kinds, several to a row."""
-    folder = tmp_path_factory.mktemp("rows")
-    with (folder / "chats.jsonl").open("w", encoding="utf-8") as handle:
-        for i in range(13):
-            messages = [{"role": "user", "content": f"{i}+{i}?"}, {"role": "assistant", "content": f"{i} and {i} is {2 * i}"}]
-            if i % 3 == 0:
-                messages += [{"role": "user", "content": "ok"}, {"role": "assistant", "content": "bye"}]
-            handle.write(json.dumps({"messages": messages}) + "\n")
-    options = PrepareOptions(vocab_size=VOCAB, row_length=96, supervise="all", on_bad_record="stop", max_unsupervised_share=0.0,
-                             stop_token_ids=(), template_options={})
-    prepare([folder / "chats.jsonl"], tokenizer=toy_tokenizer(), out=folder / "rows", options=options)
-    return folder / "rows"
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Takes files of conversations and the target's tokenizer, gives a folder of prepared rows and the audit; knows no model."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from outrider.data.chat import SUPERVISE, ChatFormat, Document, chat_format, document_of, tokenizer_digest
 from outrider.data.conversations import NO_ASSISTANT_TURN, RecordError, check_files, count_records, read_conversations
 from outrider.data.packing import build_row, has_anchor, pack
-from outrider.data.rows import FORMAT, INFO_FILE, ROWS_FILE, as_ranges, check_rows_file, read_info, write_rows_file
+from outrider.data.rows import DROPPED_FILE, FORMAT, INFO_FILE, ROWS_FILE, as_ranges, check_rows_file, read_info, write_rows_file
 from outrider.errors import UserError
-from outrider.files import atomic_folder, digest, sha256_file, write_json
+from outrider.files import atomic_folder, digest, explain_os_errors, set_aside, sha256_file, write_json
 from outrider.progress import ProgressBar, say
 
 ON_BAD_RECORD = ("stop", "drop")
@@ -35,7 +36,8 @@ class PrepareOptions:
 
     `vocab_size`: of the target's embedding. `row_length`: tokens a row (S). `supervise`: "all" assistant turns or the "last".
     `on_bad_record`: "stop" at the first record that cannot be used, or "drop" and count it. `max_unsupervised_share`: refuse when
-    a larger share of the documents (0..1) has nothing to learn. `stop_token_ids`: where the target stops; empty means the
+    a larger share of the documents (0..1) has nothing to learn; `max_bad_share`: stop when a larger share of the records cannot
+    be used at all. `stop_token_ids`: where the target stops; empty means the
     tokenizer's end token and the template's end of turn. `template_options`: passed to the chat template.
     """
 
@@ -44,6 +46,7 @@ class PrepareOptions:
     supervise: str
     on_bad_record: str
     max_unsupervised_share: float
+    max_bad_share: float
     stop_token_ids: tuple[int, ...]
     template_options: Mapping[str, Any]
 
@@ -55,8 +58,9 @@ class PrepareOptions:
             raise UserError(f"supervise = {self.supervise!r}: must be one of {', '.join(SUPERVISE)}")
         if self.on_bad_record not in ON_BAD_RECORD:
             raise UserError(f"on_bad_record = {self.on_bad_record!r}: must be one of {', '.join(ON_BAD_RECORD)}")
-        if not 0 <= self.max_unsupervised_share <= 1:
-            raise UserError(f"max_unsupervised_share = {self.max_unsupervised_share}: must lie in 0..1, a share of documents")
+        for name in ("max_unsupervised_share", "max_bad_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name} = {getattr(self, name)}: must lie in 0..1, a share of documents")
 
 
 def prepare(conversations: Sequence[Path], *, tokenizer: PreTrainedTokenizerBase, out: Path,
@@ -79,7 +83,7 @@ def prepare(conversations: Sequence[Path], *, tokenizer: PreTrainedTokenizerBase
     else:
         with atomic_folder(out) as temporary:
             chat = chat_format(tokenizer, stop_token_ids=options.stop_token_ids, template_options=options.template_options)
-            documents, audit = _collect(conversations, chat, options)
+            documents, audit = _collect(conversations, chat, options, temporary / DROPPED_FILE)
             _write(temporary, documents, audit, options, {"key": key, **ingredients})
     _say_audit(audit)
     return {**audit, "folder": str(out), "reused": reused}
@@ -107,7 +111,7 @@ def _check_out(out: Path) -> None:
     """Never replace a folder that holds anything but prepared rows."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file: name a folder for the prepared rows")
-    foreign = sorted({path.name for path in out.iterdir()} - {ROWS_FILE, INFO_FILE}) if out.is_dir() else []
+    foreign = sorted({path.name for path in out.iterdir()} - {ROWS_FILE, INFO_FILE, DROPPED_FILE}) if out.is_dir() else []
     if foreign:
         raise UserError(f"{out}: holds {foreign[0]}, which outrider prepare did not write: name a folder that is new, empty "
                         "or holds prepared rows only")
@@ -123,24 +127,33 @@ def _reusable(out: Path, key: str) -> dict[str, Any] | None:
             return None
         check_rows_file(out, info)
     except UserError as error:
-        say(f"prepare: {error}")
+        say(f"prepare: {error}; renamed to {set_aside(out).name}, made again")
         return None
     audit: dict[str, Any] = info["audit"]
     return audit
 
 
-def _collect(conversations: Sequence[Path], chat: ChatFormat, options: PrepareOptions) -> tuple[list[Document], dict[str, Any]]:
-    """All documents that can be learned from, clipped to the row, and the audit of the others."""
+def _collect(
+    conversations: Sequence[Path], chat: ChatFormat, options: PrepareOptions, dropped_file: Path
+) -> tuple[list[Document], dict[str, Any]]:
+    """All documents that can be learned from, clipped to the row, and the audit of the others, each a line in `dropped_file`."""
     dropped: Counter[str] = Counter()
     turns: Counter[str] = Counter()
     kept: list[Document] = []
     documents_in = tokens_before = tokens_clipped = clipped_documents = 0
-    with ProgressBar("prepare", total=count_records(conversations), unit="conversations") as bar:
+    bad, records = 0, count_records(conversations)
+    with (ProgressBar("prepare", total=records, unit="conversations") as bar, explain_os_errors(dropped_file),
+          dropped_file.open("w", encoding="utf-8") as quarantine):
         for document in _documents(conversations, chat, options):
             documents_in += 1
             bar.advance(1)
             if isinstance(document, RecordError):
                 dropped[document.reason] += 1
+                print(json.dumps({"reason": document.reason, "record": str(document)}), file=quarantine)
+                bad += document.reason not in NOTHING_TO_LEARN
+                if bad > options.max_bad_share * records:
+                    raise UserError(f"max_bad_share = {options.max_bad_share}: {bad} of {records} records cannot be used "
+                                    f"({_counts(dropped)}), the last of them {document}: mend them, or raise the share")
                 continue
             turns.update(document.unsupervised_turns)
             whole, document = document, _clip(document, options.row_length)
@@ -151,6 +164,7 @@ def _collect(conversations: Sequence[Path], chat: ChatFormat, options: PrepareOp
                 kept.append(document)
             else:
                 dropped[_why_nothing(whole)] += 1
+                print(json.dumps({"reason": _why_nothing(whole), "record": whole.where}), file=quarantine)
     audit = {"documents_in": documents_in, "documents_kept": len(kept), "dropped": dict(sorted(dropped.items())),
              "clipped_share": tokens_clipped / max(tokens_before, 1), "clipped_documents": clipped_documents,
              "unsupervised_turns": dict(sorted(turns.items()))}

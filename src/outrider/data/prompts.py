@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.data.chat import ChatFormat, chat_format, render_prompt
 from outrider.data.conversations import (
-    BAD_CONTENT,
     EMPTY_PROMPT,
     UNKNOWN_FORM,
     WRONG_ROLE_ORDER,
@@ -73,14 +72,7 @@ def prompt_ids(line: PromptLine, chat: ChatFormat) -> list[int]:
 def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, *, template_options: Mapping[str, Any]) -> list[Prompt]:
     """All prompts of a file in tokens, in order. Raises UserError with file:line at the first that cannot be used."""
     chat = chat_format(tokenizer, stop_token_ids=(), template_options=template_options)
-    return [Prompt(prompt_ids(line, chat), line.text, line.messages, _kind_of(line)) for line in read_prompt_lines(path)]
-
-
-def _kind_of(line: PromptLine) -> str | None:
-    kind = line.extra.get("kind")
-    if kind is not None and not isinstance(kind, str):
-        raise RecordError(line.where, f"kind is {kind!r}: it must be text", reason=BAD_CONTENT)
-    return kind
+    return [Prompt(prompt_ids(line, chat), line.text, line.messages, line.extra.get("kind")) for line in read_prompt_lines(path)]
 
 
 def _parse_line(record: Any, where: str) -> PromptLine:
@@ -89,6 +81,8 @@ def _parse_line(record: Any, where: str) -> PromptLine:
         raise RecordError(where, f"the prompt {keys}: it must have either prompt (text) or messages (a list of role and content)",
                           reason=UNKNOWN_FORM)
     extra = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
+    if extra.get("kind") is not None:
+        parse_text(extra["kind"], where, "kind")
     if record.get("prompt") is not None:
         return PromptLine(where, parse_text(record["prompt"], where, "prompt"), None, extra)
     messages = parse_messages(record["messages"], where)

@@ -1,7 +1,8 @@
 """Takes packed rows, gives the prepared folder and, from it, batches of TokenRows in a resumable order; knows no tokenizer.
 
 The folder holds `rows.parquet` (columns input_ids, document_ids: list<int32>; loss_mask: list<bool>; one entry a row) and
-`rows.json` (what the rows are, what was dropped and why, the cache key, the checksum of `rows.parquet`).
+`rows.json` (what the rows are, what was dropped and why, the cache key, the checksum of `rows.parquet`). `dropped.jsonl` names
+each dropped record and why.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from outrider.errors import UserError
 from outrider.files import read_json, sha256_file
 from outrider.records import PADDING_DOCUMENT, TokenRows
 
-ROWS_FILE, INFO_FILE = "rows.parquet", "rows.json"
+ROWS_FILE, INFO_FILE, DROPPED_FILE = "rows.parquet", "rows.json", "dropped.jsonl"
 FORMAT = 1
 GROUP_TOKENS = 1 << 18  # tokens decoded together: about 2 ms, 2.4 MB in memory
 GROUPS_KEPT = 16

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.errors import UserError
-from outrider.files import explain_os_errors, sha256_file
+from outrider.files import explain_os_errors, only_writer, set_aside, sha256_file
 from outrider.progress import ProgressBar, say
 
 TRIES = 5
@@ -52,13 +52,16 @@ def fetch_wheel(folder: Path, wheel: Wheel) -> Path:
     cannot be reached or the bytes are not those of the known checksum.
     """
     path = folder / wheel.file
+    with only_writer(path, wait=True):
+        return _fetch_alone(folder, path, wheel)
+
+
+def _fetch_alone(folder: Path, path: Path, wheel: Wheel) -> Path:
     if path.exists():
         if sha256_file(path) == wheel.sha256:
             say(f"using {path}")
             return path
-        damaged = path.with_suffix(".damaged")
-        path.rename(damaged)
-        say(f"{path} does not have the known checksum: renamed to {damaged.name}, fetching it again")
+        say(f"{path} does not have the known checksum: renamed to {set_aside(path).name}, fetching it again")
     with explain_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{wheel.file}.partial"
@@ -73,17 +76,25 @@ def fetch_wheel(folder: Path, wheel: Wheel) -> Path:
 
 def _wheel_url(wheel: Wheel) -> str:
     """The wheel's address on the package index of pip's own settings (simple index, PEP 503)."""
-    index = f"{_index_url(wheel).rstrip('/')}/{wheel.package}/"
+    address = f"{_index_url(wheel).rstrip('/')}/{wheel.package}/"
+    index = without_password(address)
     try:
-        with urllib.request.urlopen(urllib.request.Request(index, headers={"Accept": "text/html"}), timeout=TIMEOUT_S) as answer:
+        request = urllib.request.Request(address, headers={"Accept": "text/html"})
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             page = answer.read().decode("utf-8", errors="replace")
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         raise UserError(f"the package index at {index} cannot be reached ({error}): {wheel.by_hand}") from error
     links = re.findall(r'href="([^"]*)"', page)
     for link in links:
         if urllib.parse.urlsplit(link).path.endswith(f"/{wheel.file}"):
-            return urllib.parse.urljoin(index, link).split("#")[0]
+            return urllib.parse.urljoin(address, link).split("#")[0]
     raise UserError(f"the package index at {index} does not list {wheel.file}: {wheel.by_hand}")
+
+
+def without_password(address: str) -> str:
+    """An address as it may be shown: a user and password in it (pip's settings may have them) are left out."""
+    parts = urllib.parse.urlsplit(address)
+    return urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def _index_url(wheel: Wheel) -> str:

@@ -26,6 +26,7 @@ from outrider.records import FrozenHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEAD_CHECK_TOKENS = 32
+NO_CODE: dict[str, Any] = {"trust_remote_code": False}  # Python in a model folder is never run, and nobody is asked to
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def read_facts(path: str) -> TargetFacts:
     """Read a target's config (local folder or hub id). Raises UserError when it is missing or not a causal text model's."""
     check_folder(path)
     try:
-        config = AutoConfig.from_pretrained(path).get_text_config()
+        config = AutoConfig.from_pretrained(path, **NO_CODE).get_text_config()
     except Exception as error:  # OSError, ValueError, KeyError, TypeError: whatever a damaged config.json provokes
         raise UserError(f"target.path = {path!r}: no usable model config: {_first_line(error)}") from error
     values = config.to_dict()
@@ -243,7 +244,7 @@ def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, h
     supported.
     """
     facts = read_facts(path)
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, **NO_CODE)
     if last_layer is not None:
         _cut(config.get_text_config(), last_layer + 1)
     loud = transformers.logging.get_verbosity()
@@ -252,7 +253,7 @@ def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, h
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=DTYPES[dtype], device_map=None if device == "cpu" else {"": device},
-            output_loading_info=True,
+            output_loading_info=True, use_safetensors=True, **NO_CODE,
         )
     except Exception as error:  # safetensors, OSError, ValueError, RuntimeError: whatever a damaged folder provokes
         raise UserError(f"target.path = {path!r}: the weights cannot be loaded: {_first_line(error)}") from error
@@ -304,7 +305,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The target's tokenizer. Raises UserError when it is missing or damaged."""
     check_folder(path)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, **NO_CODE)
     except Exception as error:  # tokenizers raises bare Exception on a damaged file
         raise UserError(f"target.path = {path!r}: no usable tokenizer: {_first_line(error)}") from error
 

@@ -60,7 +60,9 @@ def read_target_shape(path: str) -> TargetShape:
     size is not known here."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path).get_text_config()
+    from outrider.features.target import NO_CODE
+
+    config = AutoConfig.from_pretrained(path, **NO_CODE).get_text_config()
     return target_shape(config.to_dict(), where=f"target.path = {path!r}")
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.errors import RunFailure, UserError
-from outrider.files import atomic_folder, read_json, sha256_file, write_json
+from outrider.files import atomic_folder, read_json, set_aside, sha256_file, write_json
 from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME
 from outrider.progress import say
@@ -148,7 +148,7 @@ def read_position(folder: Path) -> Position:
 def newest_sound(run_folder: Path) -> Path | None:
     """The newest checkpoint whose files are all as written, or None where there are none at all.
 
-    A damaged one is renamed to `<name>.damaged`, which is said, and the one before it is tried. Raises UserError when none is
+    A damaged one is set aside (`files.set_aside`), which is said, and the one before it is tried. Raises UserError when none is
     sound, OtherVersionError when the newest is of another version.
     """
     found = list_checkpoints(run_folder)
@@ -158,8 +158,7 @@ def newest_sound(run_folder: Path) -> Path | None:
         except OtherVersionError:
             raise
         except UserError as error:
-            folder.rename(folder.with_name(f"{folder.name}.damaged"))
-            say(f"{error}; renamed to {folder.name}.damaged")
+            say(f"{error}; renamed to {set_aside(folder).name}")
             continue
         return folder
     if found:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import UserError
-from outrider.features.target import DTYPES, embedding_scale, load_target, load_tokenizer, read_facts
+from outrider.features.target import DTYPES, NO_CODE, embedding_scale, load_target, load_tokenizer, read_facts
 from outrider.files import atomic_folder, write_json
 from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, to_config
@@ -88,7 +88,7 @@ def _config(formats: Collection[str], drafter: Drafter, target: str, dtype: str)
     if scale != 1 or softcap is not None:
         raise UserError(f"target.path = {target!r}: scales its embedding or caps its logits, which the speculators format cannot "
                         "say: use --format hf")
-    architectures = AutoConfig.from_pretrained(target).architectures or []
+    architectures = AutoConfig.from_pretrained(target, **NO_CODE).architectures or []
     return to_speculators(drafter.shape, target=target, architectures=architectures, dtype=dtype)
 
 
@@ -112,5 +112,5 @@ def check_out(out: Path) -> None:
 def scale_of_embedding(target: str) -> float:
     """`embedding_scale` of a target by its config alone: no weights are loaded. Raises UserError."""
     with torch.device("meta"):
-        embedding = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target)).get_input_embeddings()
+        embedding = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target, **NO_CODE)).get_input_embeddings()
     return embedding_scale(embedding, where=target)
