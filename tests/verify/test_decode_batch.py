@@ -1,6 +1,5 @@
 """Batches: each row's text is what it would be alone and what the target writes alone, however unequal the rows are."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from overfit import overfit_drafter, random_drafter
 from scripted import plain_greedy, script_drafts, until_stop
-from toys import KINDS, VOCAB, toy_shape
+from toys import KINDS, toy_shape
 
 from outrider.errors import UserError
 from outrider.features.target import Target
@@ -116,26 +115,3 @@ def test_a_window_bounds_the_drafters_cache(toy_target: ToyTarget) -> None:
 def test_what_needs_a_gpu_is_refused_without_one(toy_target: ToyTarget) -> None:
     with pytest.raises(UserError, match="needs a CUDA device"):
         decode(toy_target("llama"), None, [[1]], greedy(2), batch_size=1, execution=COMPILED, stops=None)
-
-
-@pytest.mark.skipif("OUTRIDER_SLOW" not in os.environ, reason="some minutes; set OUTRIDER_SLOW")
-@pytest.mark.parametrize("quality", ["never right", "always right", "random", "trained"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_five_hundred_prompts(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch, kind: str, quality: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(1, 24, (500,), generator=generator).tolist()
-    prompts = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
-    target, drafter, limit = toy_target(kind), random_drafter(SHAPES["mixed"], seed=3), 24
-    truths = plain_greedy(target, prompts, limit)
-    stop = truths[0][10]
-    if quality == "trained":
-        drafter = overfit_drafter(target, SHAPES["mixed"], (*prompts[0], *truths[0]), prompt=len(prompts[0]), steps=60)
-    expected = [until_stop(truth, [stop]) for truth in truths]
-    for start in range(0, 500, 50):
-        rows = slice(start, start + 50)
-        with monkeypatch.context() as patch:
-            if quality in ("never right", "always right"):
-                runs = [[0 if quality == "never right" else K - 1]] * 50
-                script_drafts(patch, prompts[rows], truths[rows], runs)
-            batch = run(target, drafter, prompts[rows], greedy(limit, stop), 50)
-        assert [text.tokens for text in batch.texts] == expected[rows]
