@@ -30,7 +30,7 @@ from torch import Tensor  # noqa: E402
 
 from outrider.config import CheckpointConfig, GuardsConfig, OptimizerConfig  # noqa: E402
 from outrider.model.attention import dense_attention  # noqa: E402
-from outrider.model.drafter import Drafter, count_parameters, initialise  # noqa: E402
+from outrider.model.drafter import Drafter, count_parameters  # noqa: E402
 from outrider.model.published import to_config  # noqa: E402
 from outrider.objective.frozen_head import frozen_head_loss  # noqa: E402
 from outrider.records import DrafterShape, FrozenHead  # noqa: E402
@@ -56,9 +56,12 @@ class Steps:
 
     def __init__(self, shape: DrafterShape, *, S: int, A: int, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
-        with DEVICE:
-            self.drafter = Drafter(shape, dense_attention)
-        initialise(self.drafter, seed=0, head_scale=1.0)
+        with torch.device("meta"):
+            drafter = Drafter(shape, dense_attention)
+        self.drafter = drafter.to_empty(device=DEVICE)
+        with torch.no_grad():
+            for parameter in self.drafter.parameters():
+                parameter.normal_(std=parameter.shape[-1] ** -0.5) if parameter.dim() > 1 else parameter.fill_(1.0)
         self.optimizer = build_optimizer(self.drafter, OptimizerConfig())
         self.road: Road = (FusedRoad(self.drafter, dtype=dtype, activation_budget=1.0) if CUDA
                            else DenseRoad(self.drafter, dtype=dtype))
@@ -153,13 +156,14 @@ def cost(options: argparse.Namespace) -> None:
             began = now()
             keeper.save(steps.drafter, steps.optimizer, Position(step=number))
             blocked = now() - began
+            out(what=f"checkpoint {number} copied", step_waits_ms=round(1000 * blocked, 1),
+                copy_ms=round(1000 * keeper.copy_seconds, 1))
             during = []
             while keeper._writing is not None and len(during) < 2000:
                 during += timed_steps(steps, 1)
                 keeper.check()
             slowed_s = sum(ms - statistics.median(alone) for ms in during) / 1000
             out(what=f"checkpoint {number}" + (", its host memory made" if number == 1 else ""),
-                step_waits_ms=round(1000 * blocked, 1), copy_ms=round(1000 * keeper.copy_seconds, 1),
                 write_s=round(keeper.write_seconds, 1),
                 gib=round(12 * count_parameters(steps.shape) / 2**30, 2), step_while_writing_ms=spread(during),
                 slowed_s=round(slowed_s, 2), percent_of_600_s=round(100 * (blocked + slowed_s) / 600, 3))

@@ -1,4 +1,7 @@
-"""Faults at the n-th file operation: an audit hook sees each open, rename, removal and so on just before it happens."""
+"""Faults at the n-th file operation: an audit hook sees each open, rename, removal and so on just before it happens.
+
+fsync raises no audit event, so it is wrapped.
+"""
 
 import contextlib
 import errno
@@ -22,11 +25,17 @@ sys.addaudithook(_hook)  # cannot be removed, so it is added once and asks wheth
 @contextlib.contextmanager
 def at_each_file_operation(do: Callable[[str], None]) -> Iterator[None]:
     global _on_event
-    _on_event = do
+    _on_event, real_fsync = do, os.fsync
+
+    def fsync(descriptor: int) -> None:
+        do("os.fsync")
+        real_fsync(descriptor)
+
+    os.fsync = fsync
     try:
         yield
     finally:
-        _on_event = None
+        _on_event, os.fsync = None, real_fsync
 
 
 def count_file_operations(work: Callable[[], object]) -> int:

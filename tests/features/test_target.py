@@ -217,3 +217,15 @@ def test_the_head_is_loaded_only_when_asked_and_once_where_tied(toy_folder: ToyF
     assert torch.equal(ends.head.weight_VD, whole.head.weight_VD)
     assert torch.equal(ends.embed(torch.arange(9)), whole.embed(torch.arange(9)))
     assert (ends.head.weight_VD.data_ptr() == ends.embedding.weight.data_ptr()) == tie
+
+
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("[0]", "is not a JSON object"), ("{cut", "is not valid JSON"),
+    ('{"eos_token_id": "x"}', r"eos_token_id is \['x'\]: must be"),
+])
+def test_a_damaged_generation_config_is_refused(toy_folder: ToyFolder, tmp_path: Path, text: str, sentence: str) -> None:
+    """Taken for absent, the target would stop at other tokens than it does."""
+    folder = Path(shutil.copytree(toy_folder("llama"), tmp_path / "target"))
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        read_stop_ids(str(folder), load_tokenizer(str(folder)))

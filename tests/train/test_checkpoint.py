@@ -158,7 +158,11 @@ def test_a_checkpoint_never_holds_a_nan(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, drafter, optimizer, position_at(10))
 
 
-def test_a_full_disk_at_every_file_operation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "words"), [
+    (errno.ENOSPC, "the disk is full"), (errno.EIO, "the disk reports an error"),
+    (errno.EROFS, "it is on a read-only file system"),
+], ids=["full", "broken", "read-only"])
+def test_a_disk_that_fails_at_every_file_operation(tmp_path: Path, code: int, words: str) -> None:
     """A sentence, the previous checkpoint intact, and no bad one that loads."""
     drafter, optimizer = trained(3)
 
@@ -172,12 +176,12 @@ def test_a_full_disk_at_every_file_operation(tmp_path: Path) -> None:
         run = shutil.copytree(tmp_path / "before", tmp_path / str(number))
         sentence = None
         try:
-            fail_at(number, lambda run=run: save_next(run))
+            fail_at(number, lambda run=run: save_next(run), code=code)
         except UserError as error:
             sentence = str(error)
         found = loadable(run)
         assert found in (["step-00000005"], ["step-00000005", "step-00000010"])
-        assert re.fullmatch(r"cannot write [^\n]*: the disk is full[^\n]*", sentence or "") or len(found) == 2, "a quiet failure"
+        assert re.fullmatch(rf"cannot write [^\n]*: {words}[^\n]*", sentence or "") or len(found) == 2, "a quiet failure"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
@@ -258,7 +262,7 @@ print(number)
 
 def test_a_kill_at_every_file_operation(tmp_path: Path) -> None:
     """SIGKILL, by the clock of the kernel's calls; and a write that the kernel itself refuses (a limit on the file size)."""
-    most = 90
+    most = 110
     save(tmp_path / "limit", 1, 5)
     for number in range(most):
         shutil.copytree(tmp_path / "limit", tmp_path / str(number))

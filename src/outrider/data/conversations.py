@@ -276,7 +276,7 @@ def _numbers(values: Any, where: str, name: str, *, kinds: str) -> npt.NDArray[A
         numbers = np.asarray(values) if isinstance(values, list) else np.empty(0)
     except (ValueError, OverflowError):  # lists of unequal lengths inside the list
         numbers = np.empty(0)
-    if numbers.dtype == object or numbers.dtype.kind == "u" or (numbers.dtype.kind == "f" and "i" in kinds):
+    if isinstance(values, list) and numbers.dtype.kind in "Ouf":
         huge = next((i for i, value in enumerate(values) if isinstance(value, int) and not -2**63 <= value < 2**63), None)
         if huge is not None:
             raise RecordError(where, f"{name}[{huge}] is a number of {values[huge].bit_length()} bits: it must be "

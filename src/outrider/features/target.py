@@ -21,7 +21,7 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from outrider.errors import UserError
-from outrider.files import digest
+from outrider.files import digest, read_json
 from outrider.records import FrozenHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -133,10 +133,15 @@ class Target:
 
 def read_stop_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end the target's answers: those of its generation config, else the tokenizer's end of sequence."""
+    local = Path(path).expanduser() / "generation_config.json"
+    if local.is_file() and not isinstance(read_json(local, what="the target's generation config"), dict):
+        raise UserError(f"{local}: the target's generation config is not a JSON object: fetch or save the model again")
     try:
         config = GenerationConfig.from_pretrained(path)
     except OSError:  # it has none
         config = None
+    except (TypeError, ValueError, AttributeError) as error:  # a key of a kind that transformers did not expect
+        raise UserError(f"target.path = {path!r}: no usable generation_config.json: {_first_line(error)}") from error
     return _stop_ids(config, tokenizer)
 
 
@@ -145,6 +150,9 @@ def _stop_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBas
     if configured is None:
         configured = tokenizer.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
+    if not all(i is None or type(i) is int for i in ids):
+        raise UserError(f"the target's eos_token_id is {ids!r}: must be a token's number or a list of them: mend its "
+                        "generation_config.json")
     found = sorted({i for i in ids if i is not None})
     if not found:
         raise UserError("the target names no token that ends an answer: set eos_token_id in its generation_config.json")
