@@ -120,3 +120,14 @@ def test_a_failed_write_does_not_hide_what_ended_the_run(
     with pytest.raises(ZeroDivisionError):
         train()
     assert "the checkpoint that was being written failed too: cannot write: the disk is full" in capsys.readouterr().err
+
+
+def test_a_long_wait_for_the_disk_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(keeper_module, "QUIET_S", 0.05)
+    monkeypatch.setattr(keeper_module, "write_checkpoint", lambda *args: threading.Event().wait(0.3))
+    drafter, optimizer = trained(1)
+    with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position()) as keeper:
+        keeper.save(drafter, optimizer, Position(step=7))
+    assert "waiting for the checkpoint of step 7 to be written" in capsys.readouterr().err

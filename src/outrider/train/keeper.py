@@ -6,6 +6,7 @@ Saving costs the loop one copy to the host (its memory is held between checkpoin
 import shutil
 import time
 from collections.abc import Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,8 @@ from outrider.train.checkpoint import (
     write_checkpoint,
 )
 from outrider.train.rng import rng_state
+
+QUIET_S = 5.0  # a longer wait for the disk is said
 
 
 class Keeper:
@@ -85,8 +88,13 @@ class Keeper:
     def wait(self) -> None:
         """Until nothing is being written. Raises what the writer met."""
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        if writing is None:
+            return
+        futures.wait([writing], timeout=QUIET_S)
+        if not writing.done():
+            before = f", the one before took {self.write_seconds:.0f} s" if self.write_seconds else ""
+            say(f"waiting for the checkpoint of step {self.last.step} to be written{before}")
+        writing.result()
 
     def _to_host(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """A copy of `tensors` in host memory, which is used again for the next one."""
