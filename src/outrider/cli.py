@@ -187,7 +187,7 @@ def evaluate(
     batch_size: Annotated[str, typer.Option(help="Prompts side by side; 1,8,32 measures the speed at each.")] = "1",
     execution: Annotated[str | None, typer.Option(help="eager, graph or compiled, both sides; compiled on CUDA.")] = None,
     rival: Annotated[list[str] | None, typer.Option(help="Another drafter folder, or 'lookup' (n-grams); repeatable.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Write the result as a page too: .html or .md.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write the result as a page too: .html, .md or .json.")] = None,
     engine: Annotated[str | None, typer.Option(help="Measure a running server: vllm, sglang or llamacpp.")] = None,
     base_url: Annotated[str | None, typer.Option(help="Of the server that drafts.")] = None,
     baseline_url: Annotated[str | None, typer.Option(help="Of the same server without a drafter.")] = None,

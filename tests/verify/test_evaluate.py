@@ -1,5 +1,6 @@
 """Measuring a drafter: fixed keys, conditions beside every number, every side on the same prompts, and a page of it."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from outrider.errors import UserError
 from outrider.features.target import Target
 from outrider.verify.decode import Cycle, Decoded, Decoder, target_alone
 from outrider.verify.evaluate import Trial, by_bins, evaluate
-from outrider.verify.page import check_page, write_page
+from outrider.verify.page import EVALUATION_NAME, check_page, markdown, write_page
 from outrider.verify.sampling import DecodeOptions
 
 PROMPTS = [[5, 6, 7], [72, 101, 108, 108, 111], [9]]
@@ -126,8 +127,17 @@ def test_the_page_holds_every_number_and_escapes_names(toy_target: ToyTarget, tm
     assert ("| &lt;b>\\| |" if name.endswith("md") else "&lt;b&gt;|") in text
 
 
+def test_what_is_kept_beside_a_run_is_what_its_card_shows(toy_target: ToyTarget, tmp_path: Path) -> None:
+    result = measure(toy_target("llama"), kinds=["a", "b", "b"])
+    write_page(tmp_path / EVALUATION_NAME, result)
+    kept = json.loads((tmp_path / EVALUATION_NAME).read_text())
+    assert kept["tau"] == result["tau"]
+    assert markdown(kept) == markdown(result)
+    assert f"{result['tau']:.3f}" in markdown(kept)
+
+
 def test_a_page_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"must end in \.html or \.md"):
+    with pytest.raises(UserError, match=r"must end in \.html, \.md or \.json"):
         check_page(tmp_path / "page.pdf")
     with pytest.raises(UserError, match="does not exist"):
         check_page(tmp_path / "none" / "page.md")

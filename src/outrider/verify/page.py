@@ -1,38 +1,55 @@
-"""Takes an evaluation's result, gives it as an HTML or markdown page; measures nothing."""
+"""Takes an evaluation's result, gives it as an HTML or markdown page or as JSON; measures nothing.
+
+Everything that qualifies a number stands in the same file as the number.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import UserError
-from outrider.files import write_atomic
+from outrider.files import write_atomic, write_json
 from outrider.report.page import Section, page, table, verbatim
 from outrider.show import evaluation_tables, plain, show_lines
 
-FORMS = (".html", ".md")
+FORMS = (".html", ".md", ".json")
+EVALUATION_NAME = "evaluation.json"  # in a run folder: what an export's model card shows
 
 
 def check_page(path: Path) -> None:
     """Raises UserError when no page could be written at `path`, before any work."""
     if path.suffix not in FORMS:
-        raise UserError(f"--page {path}: must end in {' or '.join(FORMS)}")
+        raise UserError(f"--page {path}: must end in {', '.join(FORMS[:-1])} or {FORMS[-1]}")
     if not path.parent.is_dir():
         raise UserError(f"--page {path}: the folder {path.parent} does not exist: create it")
 
 
 def write_page(path: Path, result: Mapping[str, Any]) -> None:
-    """The tables of `result` and all its conditions, as `path` ends."""
-    tables = [(title or "Result", header, rows) for title, header, rows in evaluation_tables(result)]
-    if result["acceptance_by_slot"]:
-        tables.append(_slots(result))
-    conditions = "\n".join(show_lines(result["conditions"]))
+    """The tables of `result` and all its conditions, as `path` ends; `.json` is the result itself."""
+    if path.suffix == ".json":
+        write_json(path, result)
+        return
     if path.suffix == ".html":
-        sections = [Section(title, [table(rows, header=header)]) for title, header, rows in tables]
-        text = page("Evaluation", [*sections, Section("Conditions", [verbatim(conditions)])])
+        sections = [Section(title, [table(rows, header=header)]) for title, header, rows in _tables(result)]
+        text = page("Evaluation", [*sections, Section("Conditions", [verbatim(_conditions(result))])])
     else:
-        parts = [f"## {title}\n\n{_markdown(header, rows)}" for title, header, rows in tables]
-        text = "\n\n".join(["# Evaluation", *parts, f"## Conditions\n\n```\n{conditions}\n```"]) + "\n"
+        text = f"# Evaluation\n\n{markdown(result)}\n"
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """Every table of `result`, then its conditions, each under a heading of the second level."""
+    parts = [f"## {title}\n\n{_markdown(header, rows)}" for title, header, rows in _tables(result)]
+    return "\n\n".join([*parts, f"## Conditions\n\n```\n{_conditions(result)}\n```"])
+
+
+def _tables(result: Mapping[str, Any]) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+    slots = [_slots(result)] if result["acceptance_by_slot"] else []
+    return [*((title or "Result", header, rows) for title, header, rows in evaluation_tables(result)), *slots]
+
+
+def _conditions(result: Mapping[str, Any]) -> str:
+    return "\n".join(show_lines(result["conditions"]))
 
 
 def _slots(result: Mapping[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:

@@ -16,7 +16,7 @@ from outrider.model.drafter import count_parameters
 from outrider.records import DrafterShape
 from outrider.train.metrics import METRICS_NAME
 from outrider.train.start import RESOLVED_NAME
-from outrider.verify.tables import EVALUATION_NAME, markdown
+from outrider.verify.page import EVALUATION_NAME, markdown
 from outrider.weights.golden import GOLDEN_NAME, STAGES
 
 CARD_NAME = "README.md"
@@ -71,8 +71,8 @@ def _measured(run: Path | None) -> str:
         return markdown(read_json(run / EVALUATION_NAME, what="the run's evaluation"))
     last = _last_measurement(run) if run is not None else None
     if run is None or last is None:
-        return ("Not measured: no evaluation lies in the run folder. `outrider evaluate ... --report RUN` writes one, and the "
-                "next export carries it.")
+        return ("Not measured: no evaluation lies in the run folder. `outrider evaluate ... --page RUN/evaluation.json` writes "
+                "one, and the next export carries it.")
     settings = load_run(run / RESOLVED_NAME).train
     slots = ", ".join(f"{share:.2f}" for share in last["acceptance_by_slot"])
     return _table({
