@@ -1,11 +1,12 @@
 """Predicted against measured peak memory over a grid of runs on one GPU, through the code that training runs.
 
-    python bench/ledger.py [--only NAME ...] [--out FOLDER]
+    python bench/ledger.py [--only NAME ...] [--beside] [--out FOLDER]
 
 Each point is a run file and a target's config. A random target of that config stands on the GPU, a drafter learns from it for a
 few optimizer steps, and torch.cuda.max_memory_allocated and the device's own "used" are held against the ledger. What went wrong
 elsewhere (unfused attention, plain logits, an eager block mask) is run on purpose: these points replace that one part.
-Writes ledger.jsonl and ledger.svg into FOLDER. Last line: JSON.
+Appends to ledger.jsonl in FOLDER and draws all of it as ledger.svg. `--beside`: other processes share the device, so what it
+shows as used is not told apart. Last line: JSON.
 """
 
 import argparse
@@ -137,6 +138,7 @@ def random_target(folder: Path, last_layer: int) -> Target:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cuda").eval().requires_grad_(False)
+    model.tie_weights()  # to_empty made a tensor for each name
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(0.1)
@@ -179,7 +181,7 @@ def open_road(resolved: Resolved, suppositions: tuple[str, ...]) -> Any:
     return road
 
 
-def measure(point: Point) -> dict[str, Any]:
+def measure(point: Point, *, alone: bool) -> dict[str, Any]:
     """Run the point; its bytes as predicted and as measured."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -195,7 +197,8 @@ def measure(point: Point) -> dict[str, Any]:
             peak, used = run(point, resolved, random_target(folder, resolved.shape.target_layer_ids[-1]))
     return {
         "name": point.name, "predicted": ledger.peak_bytes, "measured": peak, "error": ledger.peak_bytes / peak - 1,
-        "predicted_used": ledger.device_used_bytes, "measured_used": used, "error_used": ledger.device_used_bytes / used - 1,
+        "predicted_used": ledger.device_used_bytes, "measured_used": used if alone else None,
+        "error_used": ledger.device_used_bytes / used - 1 if alone else None,
         "standing": ledger.standing_bytes, "phase": ledger.peak_phase, "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -231,14 +234,37 @@ def fresh_device() -> None:
 
 
 def show(result: dict[str, Any]) -> None:
+    used = "" if result["measured_used"] is None else f"used {result['measured_used'] / GIB:7.2f} {result['error_used']:+6.1%} | "
     print(f"{result['name']:36} measured {result['measured'] / GIB:7.2f} predicted {result['predicted'] / GIB:7.2f} GiB "
-          f"{result['error']:+6.1%} | used {result['measured_used'] / GIB:7.2f} {result['error_used']:+6.1%} | "
-          f"{result['phase']} ({result['seconds']} s)", file=sys.stderr, flush=True)
+          f"{result['error']:+6.1%} | {used}{result['phase']} ({result['seconds']} s)", file=sys.stderr, flush=True)
+
+
+def draw(folder: Path) -> None:
+    """Predicted over measured of every point measured so far, the last of each name."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    found = {row["name"]: row for row in map(json.loads, (folder / "ledger.jsonl").read_text().splitlines())}
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 5), width_ratios=(1, 1.3))
+    measured, predicted = ([row[key] / GIB for row in found.values()] for key in ("measured", "predicted"))
+    left.plot([0.5, 150], [0.5, 150], color="grey", linewidth=0.8)
+    left.scatter(measured, predicted, s=18)
+    left.set(xscale="log", yscale="log", xlabel="measured peak allocated, GiB", ylabel="predicted, GiB", title="Peak memory")
+    rows = sorted(found.values(), key=lambda row: row["error"])
+    right.barh([row["name"] for row in rows], [100 * row["error"] for row in rows], height=0.7)
+    right.axvspan(-3, 3, alpha=0.15, color="green")
+    right.set(xlabel="predicted over measured, %", title="Error (green: within 3 %)")
+    right.tick_params(axis="y", labelsize=7)
+    figure.tight_layout()
+    figure.savefig(folder / "ledger.svg", metadata={"Date": None})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="names of points")
+    parser.add_argument("--beside", action="store_true", help="other processes use the device")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -249,7 +275,7 @@ def main() -> None:
     for point in [p for p in points() if not args.only or p.name in args.only]:
         fresh_device()
         try:
-            result = measure(point)
+            result = measure(point, alone=not args.beside)
         except torch.OutOfMemoryError as error:
             print(f"{point.name}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
             continue
@@ -257,6 +283,7 @@ def main() -> None:
         results.append(result)
         with (args.out / "ledger.jsonl").open("a") as lines:
             lines.write(json.dumps(result) + "\n")
+    draw(args.out)
     print(json.dumps({"bench": "ledger", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "n": len(results),
                       "mean_error": sum(abs(r["error"]) for r in results) / len(results),
                       "worst": max(results, key=lambda r: abs(r["error"]))["name"]}))

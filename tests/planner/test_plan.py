@@ -71,7 +71,7 @@ def test_stages_add_up_to_the_step() -> None:
 
 
 def test_the_nearest_setting_that_fits_is_named(born_from: Job) -> None:  # noqa: F811
-    card, unfused = with_memory([CATALOGUE["rtx-pro-6000"]], 2**37)[0], replace(born_from, road="unfused")
+    card, unfused = with_memory([CATALOGUE["rtx-pro-6000"]], 160 * 2**30)[0], replace(born_from, road="unfused")
     nearest = nearest_that_fits(unfused, card)
     assert nearest is not None
     assert nearest.changes == {"layout.anchors": 256}

@@ -110,6 +110,11 @@ def _kept_by_layer(job: Job, i: int) -> Iterator[Line]:
     yield feed_forward("attended values, by slot", {name: last_rows, "H C": HC}, e)
     if job.road == "dense":  # scaled_dot_product_attention turns the table into numbers to add
         yield attention("mask as numbers", {"B": job.rows, "Q": Q // job.rows, "N": N // job.rows}, e)
+    if job.compute == "float32":  # no fused kernel takes grouped heads and a mask in fp32: whole shares of each query are kept
+        scores = {"B H": job.rows * d.num_heads, "Q": Q // job.rows, "N": N // job.rows}
+        yield attention("attention shares", scores, e)
+        for phase, count in ((at.forward(i), 2), (at.back_attention(i), 3)):
+            yield line("attention: score matrices", scores, e, phase, phase, count=count)
     if job.autocasts:  # a rounded weight lives in autocast's cache through the forward, and in what its product saved
         yield attention("rounded weights of the attention", {"2 (H + G) C": 2 * (HC + GC), "D": D}, e)
         yield feed_forward("rounded weights of the feed-forward", {"3 I": 3 * d.intermediate_size, "D": D}, e)
