@@ -130,9 +130,9 @@ def test_missing_file_folder_and_bytes(tmp_path: Path) -> None:
 
 
 def test_every_key_has_one_home() -> None:
-    """A key in two sections would make "did you mean" ambiguous; `precision` alone has two, the drafter's and the features'."""
+    """A key in two sections would make "did you mean" ambiguous."""
     keys = [key for section in RunConfig.model_fields.values() for key in section.annotation.model_fields]  # type: ignore[union-attr]
-    assert sorted(keys) == sorted([*set(keys), "precision"])
+    assert sorted(keys) == sorted(set(keys))
 
 
 def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:

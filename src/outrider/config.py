@@ -39,13 +39,11 @@ class DataConfig(Section):
 
 
 class FeaturesConfig(Section):
-    """How the target's features are made and kept.
+    """How the target's features are kept.
 
-    `precision`: "as_loaded" captures with the weights as they are, "fp8" with the captured layers' linear weights in 8 bits.
     `keep`: "no" captures each row anew, "memory" holds the features of all rows in host memory after the first epoch.
     """
 
-    precision: Literal["as_loaded", "fp8"] = "as_loaded"
     keep: Literal["no", "memory"] = "no"
 
 
