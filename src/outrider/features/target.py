@@ -21,6 +21,7 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from outrider.errors import UserError
+from outrider.features.guards import lock_autotuner
 from outrider.files import digest, read_json
 from outrider.records import FrozenHead
 
@@ -251,6 +252,7 @@ def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, h
     answer or lend its ends, only capture. Raises UserError when the folder is missing or damaged or the architecture is not
     supported.
     """
+    lock_autotuner()  # transformers imports flash-linear-attention while it loads
     facts = read_facts(path)
     config = AutoConfig.from_pretrained(path, **NO_CODE)
     if last_layer is not None:
