@@ -39,12 +39,23 @@ class DataConfig(Section):
 
 
 class FeaturesConfig(Section):
-    """How the target's features are kept.
+    """How the target's features are made and kept.
 
-    `keep`: "no" captures each row anew, "memory" holds the features of all rows in host memory after the first epoch.
+    `documents`: "apart" runs each document on its own, "packed" whole rows in one forward, with kernels that are told where
+    documents begin (compiled on a GPU). `precision`: "as_loaded", or "fp8": the linear layers up to the last captured one in 8
+    bits, for everything that the target does in this run. `keep`: "no" captures each row anew, "memory" and "disk" hold all rows'
+    features after the first epoch; `store`: the folder on disk, `features` in the run's folder when left out; `keep_dtype`: there
+    in the target's dtype or in 8 bits. `kernel_cache`: a folder on a local disk for a GPU's compiled kernels, one of the user's
+    under the temporary folder when left out. `require_fast_kernels`: no run where a layer's reference code would stand in.
     """
 
-    keep: Literal["no", "memory"] = "no"
+    documents: Literal["apart", "packed"] = "apart"
+    precision: Literal["as_loaded", "fp8"] = "as_loaded"
+    keep: Literal["no", "memory", "disk"] = "no"
+    store: Place | None = None
+    keep_dtype: Literal["target", "fp8"] = "target"
+    kernel_cache: Place | None = None
+    require_fast_kernels: bool = False
 
 
 class DrafterConfig(Section):
@@ -228,10 +239,10 @@ def _explain(detail: ErrorDetails) -> str:
     name = ".".join(place)
     if detail["type"] == "extra_forbidden":
         known = _known_keys(place[:-1])
-        elsewhere = {key: f"{section}.{key}" for section in RunConfig.model_fields for key in _known_keys([section])}
-        in_section, in_others = (difflib.get_close_matches(place[-1], keys, n=1) for keys in (known, elsewhere))
-        near = [".".join([*place[:-1], key]) for key in in_section] or [elsewhere[key] for key in in_others]
-        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+        homes = [(key, f"{section}.{key}") for section in RunConfig.model_fields for key in _known_keys([section])]
+        in_section, in_others = (difflib.get_close_matches(place[-1], keys, n=1) for keys in (known, {key for key, _ in homes}))
+        near = [".".join([*place[:-1], key]) for key in in_section] or [home for key, home in homes if key in in_others]
+        hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"known keys: {', '.join(known)}"
         return f"unknown key '{name}': {hint}"
     if detail["type"] == "missing":
         return f"'{name}' is missing: add it"

@@ -3,11 +3,12 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from outrider.features.kernels import to_device
 from outrider.features.target import Target
 from outrider.records import PADDING_DOCUMENT, Features, TokenRows
 
@@ -129,37 +130,71 @@ def zero_padding(out_BSF: Tensor, rows: TokenRows) -> None:
         out_BSF[b, length:] = 0
 
 
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`; from page-locked memory where that is a GPU, so that the copy is queued and not waited for."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
 def run_to_last_layer(target: Target, ids_GX: Tensor) -> None:
     """Forward the decoder, without the head, until `captured_layers` stops it."""
-    with contextlib.suppress(_LastCapturedLayer):
+    with until_last_layer():
         target.decoder(input_ids=ids_GX, use_cache=False)
+
+
+def until_last_layer() -> contextlib.AbstractContextManager[None]:
+    """Lets a forward inside it end where `handing_over` ends it."""
+    return contextlib.suppress(_LastCapturedLayer)
+
+
+CaptureRows = Callable[[TokenRows], Features]
+
+
+class Kept(Protocol):
+    """Features of rows by row number, each `[S, F]` on the CPU."""
+
+    def __contains__(self, row_id: int) -> bool: ...
+
+    def put(self, row_id: int, values_SF: Tensor) -> None: ...
+
+    def get(self, row_id: int, dtype: torch.dtype) -> Tensor: ...
+
+
+class InMemory:
+    """Features kept in host memory, S * F * dtype bytes a row."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, Tensor] = {}
+
+    def __contains__(self, row_id: int) -> bool:
+        return row_id in self._values
+
+    def put(self, row_id: int, values_SF: Tensor) -> None:
+        self._values[row_id] = values_SF.cpu()
+
+    def get(self, row_id: int, dtype: torch.dtype) -> Tensor:
+        return self._values[row_id].to(dtype)
 
 
 class FeatureSource:
     """Captures the features of rows, or gives those kept from before.
 
-    With `keep` "memory", each row's features stay in host memory after its first pass (S * F * dtype bytes a row): the target
-    runs once over the data instead of once an epoch. Rows never change, so what is kept equals a fresh capture bit for bit.
+    With `keep` each row's features stay (in host memory, or wherever a `Kept` puts them) after its first pass: the target runs
+    once over the data instead of once an epoch. Rows never change, so what is kept in the target's dtype equals a fresh capture
+    bit for bit. `run` captures in another way than `capture`.
     """
 
-    def __init__(self, target: Target, layer_ids: Sequence[int], *, keep: Literal["no", "memory"]) -> None:
-        self.target, self.layer_ids, self.keep = target, layer_ids, keep
-        self._kept: dict[int, Tensor] = {}
+    def __init__(
+        self, target: Target, layer_ids: Sequence[int], *, keep: Literal["no", "memory"] | Kept, run: CaptureRows | None = None
+    ) -> None:
+        self.target, self.layer_ids = target, layer_ids
+        self.run = run or (lambda rows: capture(target, rows, layer_ids))
+        self._kept: Kept | None = None if keep == "no" else InMemory() if keep == "memory" else keep
 
     def features(self, rows: TokenRows, device: torch.device) -> Features:
         """Features of `rows`, `[B, S, F]` on `device`. Rows on the CPU cost no wait for the device (see `capture`)."""
-        if self.keep == "no":
-            return capture(self.target, rows, self.layer_ids).to(device)
+        kept = self._kept
+        if kept is None:
+            return self.run(rows).to(device)
         row_ids = rows.row_ids_B.tolist()
         for b, row_id in enumerate(row_ids):
-            if row_id not in self._kept:
-                self._kept[row_id] = capture(self.target, one_row(rows, b), self.layer_ids).values_BSF[0].cpu()
-        return Features(torch.stack([self._kept[row_id] for row_id in row_ids]).to(device))
+            if row_id not in kept:
+                kept.put(row_id, self.run(one_row(rows, b)).values_BSF[0])
+        return Features(torch.stack([kept.get(row_id, self.target.dtype) for row_id in row_ids]).to(device))
 
 
 def one_row(rows: TokenRows, b: int) -> TokenRows:

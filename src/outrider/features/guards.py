@@ -1,11 +1,23 @@
-"""Takes the process that will run GPU kernels, makes its autotuners take turns; knows nothing of models or rows."""
+"""Takes the process that will run GPU kernels, makes it safe: autotuners, kernel caches; knows nothing of models or rows."""
 
 import functools
+import json
+import os
+import shutil
+import tempfile
 import threading
+from pathlib import Path
 from typing import Any
+
+from outrider.errors import UserError
+from outrider.files import explain_os_errors
+from outrider.progress import say
 
 LOCK = threading.RLock()  # one for all autotuners: they share kernels, and one run may start another
 MARK = "_outrider_locked"
+NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "9p", "afs", "glusterfs",
+                        "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"}
+MOUNTS = Path("/proc/mounts")
 
 
 def lock_autotuner() -> None:
@@ -54,3 +66,53 @@ def _lock_own_run(owner: type[Any]) -> None:
 
     setattr(locked, MARK, True)
     owner.run = locked
+
+
+def open_kernel_cache(folder: Path | None) -> Path:
+    """Make `folder` this process's cache of compiled kernels (Triton's, Inductor's), and remove what is damaged in it.
+
+    None: the folder that TRITON_CACHE_DIR names, else one of the user's own under the temporary folder. To be called before
+    kernels are compiled. Raises UserError when the folder cannot be written or lies on a network mount, where Triton's files
+    vanish or are busy.
+    """
+    named = os.environ.get("TRITON_CACHE_DIR")
+    if folder is not None:
+        place = folder / "triton"
+    else:
+        place = Path(named) if named else Path(tempfile.gettempdir()) / f"outrider-kernels-{os.getuid()}" / "triton"
+    kind = file_system_of(place)
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise UserError(f"features.kernel_cache: {place} lies on a network mount ({kind}), where kernel caches break: name a "
+                        "folder on a local disk")
+    with explain_os_errors(place):
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        tempfile.TemporaryFile(dir=place).close()
+    for entry in damaged_entries(place):
+        shutil.rmtree(entry, ignore_errors=True)
+        say(f"kernel cache: {entry} was damaged and is removed; its kernel is compiled again")
+    os.environ["TRITON_CACHE_DIR"] = str(place)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place.parent / "inductor"))
+    return place
+
+
+def damaged_entries(cache: Path) -> list[Path]:
+    """The entries (folders) of a Triton cache that hold a JSON file which cannot be read: each crashes its kernel for ever."""
+    found = set()
+    for file in cache.glob("*/*.json"):
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found.add(file.parent)
+    return sorted(found)
+
+
+def file_system_of(place: Path) -> str:
+    """The type of the file system that a path (existing or not) lies on, from the table of mounts; "" where there is none."""
+    try:
+        lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    place = place.resolve()
+    mounts = [(Path(parts[1].replace("\\040", " ")), parts[2]) for parts in (line.split() for line in lines) if len(parts) > 2]
+    above = [(len(point.parts), number, kind) for number, (point, kind) in enumerate(mounts) if place.is_relative_to(point)]
+    return max(above)[2] if above else ""  # the later of two mounts on one point hides the earlier

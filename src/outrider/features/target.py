@@ -210,6 +210,11 @@ def read_facts(path: str) -> TargetFacts:
         config = AutoConfig.from_pretrained(path, **NO_CODE).get_text_config()
     except Exception as error:  # OSError, ValueError, KeyError, TypeError: whatever a damaged config.json provokes
         raise UserError(f"target.path = {path!r}: no usable model config: {_first_line(error)}") from error
+    return facts_of(config, path=path)
+
+
+def facts_of(config: PreTrainedConfig, *, path: str) -> TargetFacts:
+    """The facts of a text config; `path` is named in the error when it lacks one."""
     values = config.to_dict()
     absent = [key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") if values.get(key) is None]
     if absent:

@@ -15,10 +15,10 @@ from outrider.config import RunConfig, to_toml
 from outrider.data.rows import PreparedRows, load_rows, read_info
 from outrider.errors import UserError
 from outrider.features.capture import FeatureSource
+from outrider.features.source import Order, Provenance, open_source
 from outrider.features.target import (
     Target,
     embedding_scale,
-    load_target,
     load_tokenizer,
     read_facts,
     read_stop_ids,
@@ -39,9 +39,10 @@ from outrider.train.rng import seed_rng
 from outrider.train.roads import Road, open_road
 
 RESOLVED_NAME = "resolved.toml"
+FEATURES_NAME = "features"
 STATE_BYTES = 12  # a parameter in a checkpoint: its fp32 master and two fp32 moments
 FREE_TO_CHANGE = {"train.folder", "train.log_every", "train.tracker", "train.max_hours", "train.accept_every",
-                  "train.accept_prompts", "train.accept_tokens"}
+                  "train.accept_prompts", "train.accept_tokens", "features.kernel_cache", "features.require_fast_kernels"}
 FREE_SECTIONS = {"checkpoint", "guards"}
 
 
@@ -86,8 +87,10 @@ def start(config: RunConfig) -> Run:
     inputs = {"data.rows": read_info(config.data.rows)["rows_sha256"], "target.path": target_digest(config.target.path)}
     _check_inputs(checkpoint, inputs)
     last = None if config.data.heldout is not None else resolved.shape.target_layer_ids[-1]  # the acceptance check needs it whole
-    target = load_target(config.target.path, dtype=config.target.dtype, device=settings.device, last_layer=last, head=True)
-    source = FeatureSource(target, resolved.shape.target_layer_ids, keep=config.features.keep)
+    order = Order(config.target.path, config.target.dtype, settings.device, resolved.shape.target_layer_ids, last)
+    provenance = Provenance(inputs["target.path"], inputs["data.rows"], len(rows), settings.folder / FEATURES_NAME)
+    source = open_source(order, config.features, rows.batch([0]), provenance)
+    target = source.target
     drafter = build_drafter(resolved, target).to(device)
     optimizer = build_optimizer(drafter, config.optimizer)
     road = open_road(drafter, settings)

@@ -1,0 +1,115 @@
+"""Takes the run file's target and features, and rows, gives the source of features, checked and named; trains nothing."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from outrider.config import FeaturesConfig
+from outrider.errors import UserError
+from outrider.features.capture import CaptureRows, FeatureSource, Kept, capture
+from outrider.features.eight_bit import in_8_bits
+from outrider.features.guards import open_kernel_cache
+from outrider.features.packed import PackedCapture
+from outrider.features.startcheck import check_capture, check_delta_kernel
+from outrider.features.store import FeatureStore, StoreInfo
+from outrider.features.target import Target, load_target
+from outrider.progress import say
+from outrider.records import TokenRows
+
+REFERENCE = "the reference, slow"
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which features: of `layer_ids` of the target at `path`, loaded in `dtype` on `device`; none after `last_layer`."""
+
+    path: str
+    dtype: str
+    device: str
+    layer_ids: tuple[int, ...]
+    last_layer: int | None
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a store's features are of: digests of target and rows, the rows' number, and the folder when none is named."""
+
+    target: str
+    rows: str
+    num_rows: int
+    folder: Path
+
+
+def open_source(order: Order, settings: FeaturesConfig, first_row: TokenRows, provenance: Provenance) -> FeatureSource:
+    """Load the target and check its capture on `first_row` (B = 1); say which kernels run. Raises UserError."""
+    device = torch.device(order.device)
+    if device.type == "cuda":
+        say(f"kernel cache: {open_kernel_cache(settings.kernel_cache)}")
+    eight = settings.precision == "fp8"
+    target = load_target(order.path, dtype=order.dtype, device="cpu" if eight else order.device, last_layer=order.last_layer,
+                         head=True)
+    say_kernels(target.facts.layer_kinds, settings, device)
+    if eight:
+        target, _ = in_8_bits(target, first_row, order.layer_ids, device)
+    run = capture_in(settings.documents, target, order.layer_ids)
+    if device.type == "cuda" and "linear_attention" in target.facts.layer_kinds and _installed("fla"):
+        check_delta_kernel(device)
+    check_capture(target, run, first_row, order.layer_ids)
+    keep: str | Kept = settings.keep
+    if settings.keep == "disk":
+        keep = _store(target, order, settings, first_row.input_ids_BS.shape[1], provenance)
+    return FeatureSource(target, order.layer_ids, keep=keep, run=run)  # type: ignore[arg-type]
+
+
+def capture_in(documents: str, target: Target, layer_ids: Sequence[int]) -> CaptureRows:
+    """The way of capture that `features.documents` names; the packed one is compiled on a GPU."""
+    if documents == "packed":
+        return PackedCapture(target, layer_ids, compiled=target.device.type == "cuda")
+    return lambda rows: capture(target, rows, layer_ids)
+
+
+def say_kernels(layer_kinds: Sequence[str], settings: FeaturesConfig, device: torch.device) -> None:
+    """Print which kernels the layers' kinds will run on. Raises UserError when fast ones are required and one is not."""
+    packed, cuda, fla = settings.documents == "packed", device.type == "cuda", _installed("fla")
+    used = {"attention": "torch's scaled_dot_product_attention"}
+    if packed:
+        used["attention"] = "cuDNN or flash, told the documents' bounds" if cuda else REFERENCE
+    if "linear_attention" in layer_kinds:
+        if packed and cuda and not fla:
+            raise UserError("features.documents = \"packed\": the target's gated delta nets need flash-linear-attention: install "
+                            "outrider[gpu], or use \"apart\"")
+        used["gated delta rule"] = f"flash-linear-attention {_version('flash-linear-attention')}" if cuda and fla else REFERENCE
+        convolution = "compiled" if packed else "causal-conv1d" if _installed("causal_conv1d") else REFERENCE
+        used["convolution"] = convolution if cuda else REFERENCE
+    slow = [kind for kind, kernel in used.items() if kernel == REFERENCE]
+    if settings.require_fast_kernels and slow:
+        raise UserError(f"features.require_fast_kernels = true: {' and '.join(slow)} would run on reference code on {device}: "
+                        "install outrider[gpu] and use a CUDA device, or leave the option out")
+    say("capture: " + "; ".join(f"{kind}: {kernel}" for kind, kernel in used.items()))
+
+
+def _store(target: Target, order: Order, settings: FeaturesConfig, row_length: int, provenance: Provenance) -> FeatureStore:
+    dtype = "fp8" if settings.keep_dtype == "fp8" else str(target.dtype).removeprefix("torch.")
+    store = FeatureStore(settings.store or provenance.folder, StoreInfo(
+        target=provenance.target, rows=provenance.rows, precision=f"{settings.precision}, {order.dtype}, {settings.documents}",
+        dtype=dtype, layer_ids=order.layer_ids, hidden_size=target.facts.hidden_size, row_length=row_length,
+        num_rows=provenance.num_rows,
+    ))
+    say(f"feature store: {store.folder}, {provenance.num_rows} rows of {store.info.row_bytes / 2**20:.1f} MiB, "
+        f"{store.need / 2**30:.1f} GiB still to be written")
+    return store
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout on the path
+        return ""

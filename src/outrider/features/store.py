@@ -1,0 +1,113 @@
+"""Takes the features of rows one by one, keeps them on disk, gives them back in any order; knows nothing of how they were made.
+
+A folder with `store.json`, which says what the features are of, and one safetensors file a row, written whole or not at all:
+a stopped run goes on with what is there.
+"""
+
+import shutil
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outrider.errors import UserError
+from outrider.features.fp8 import E4M3, quantise_rows
+from outrider.files import explain_os_errors, read_json, write_atomic, write_json
+
+INFO_NAME = "store.json"
+
+
+@dataclass(frozen=True)
+class StoreInfo:
+    """What a store's features are of. `target`, `rows`: digests. `precision`: how they were captured. `dtype`: how they are kept.
+
+    `num_rows` rows of `row_length` tokens, each with `hidden_size` values for each of `layer_ids`.
+    """
+
+    target: str
+    rows: str
+    precision: str
+    dtype: str
+    layer_ids: tuple[int, ...]
+    hidden_size: int
+    row_length: int
+    num_rows: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row; in 8 bits a float32 scale goes with each token and layer."""
+        values = self.row_length * len(self.layer_ids) * self.hidden_size
+        return values + values // self.hidden_size * 4 if self.dtype == "fp8" else values * getattr(torch, self.dtype).itemsize
+
+
+class FeatureStore:
+    """Features on disk (a `capture.Kept`). Raises UserError when the folder holds something else's, or the disk is too small."""
+
+    def __init__(self, folder: Path, info: StoreInfo) -> None:
+        self.folder, self.info = folder, info
+        _check_same(folder, info)
+        with explain_os_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            present = sum(1 for _ in folder.glob("row-*.safetensors"))
+            free = shutil.disk_usage(folder).free
+        self.need = (info.num_rows - present) * info.row_bytes
+        if self.need > free:
+            raise UserError(f"features.keep = \"disk\": {info.num_rows - present} rows of {info.row_bytes / 2**20:.1f} MiB need "
+                            f"{self.need / 2**30:.1f} GiB in {folder}, which has {free / 2**30:.1f} GiB free: name another "
+                            "place in features.store, keep them in 8 bits (features.keep_dtype = \"fp8\"), or keep none")
+        write_json(folder / INFO_NAME, asdict(info))
+
+    def __contains__(self, row_id: int) -> bool:
+        return self._path(row_id).exists()
+
+    def put(self, row_id: int, values_SF: Tensor) -> None:
+        """Write one row's features, with their checksum."""
+        values_SLD = values_SF.cpu().unflatten(-1, (len(self.info.layer_ids), -1)).contiguous()
+        if self.info.dtype == "fp8":
+            values, scale = quantise_rows(values_SLD)
+            tensors = {"values": values, "scale": scale}
+        else:
+            tensors = {"values": values_SLD}
+        metadata = {name: str(checksum(tensor)) for name, tensor in tensors.items()}
+        write_atomic(self._path(row_id), lambda path: save_file(tensors, path, metadata=metadata))
+
+    def get(self, row_id: int, dtype: torch.dtype) -> Tensor:
+        """One row's features `[S, F]` on the CPU in `dtype`. Raises UserError when the file is damaged."""
+        path = self._path(row_id)
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+                metadata = file.metadata()
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: cannot be read ({error}): delete it, and its row is captured again") from error
+        for name, tensor in tensors.items():
+            if str(checksum(tensor)) != metadata[name]:
+                raise UserError(f"{path}: its checksum does not match: delete it, and its row is captured again")
+        values_SLD = tensors["values"]
+        if values_SLD.dtype == E4M3:
+            values_SLD = values_SLD.float() * tensors["scale"]
+        return values_SLD.to(dtype).flatten(1)
+
+    def _path(self, row_id: int) -> Path:
+        return self.folder / f"row-{row_id:08d}.safetensors"
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes: 1 to 3 GB/s, where SHA-256 would take longer than the read."""
+    return zlib.crc32(tensor.view(torch.uint8).numpy().data)
+
+
+def _check_same(folder: Path, info: StoreInfo) -> None:
+    if not (folder / INFO_NAME).exists():
+        return
+    before: dict[str, Any] = read_json(folder / INFO_NAME, what="the feature store's description")
+    now = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(info).items()}
+    changed = [name for name, value in now.items() if not isinstance(before, dict) or before.get(name) != value]
+    if changed:
+        raise UserError(f"{folder}: holds features made for another {', '.join(changed)}: delete the folder, or name another in "
+                        "features.store")

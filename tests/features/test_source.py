@@ -1,0 +1,85 @@
+"""The source of features as the run file asks for it: opened, named and checked from a target's folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import random_rows
+
+from outrider.config import FeaturesConfig
+from outrider.errors import UserError
+from outrider.features import source as source_module
+from outrider.features.capture import capture
+from outrider.features.fp8 import Fp8Linear
+from outrider.features.source import Order, Provenance, open_source, say_kernels
+from outrider.features.target import load_target
+
+CPU = torch.device("cpu")
+IDS = (1, 3)
+ROWS = random_rows([[20, 30]], length=60, seed=1)
+
+
+def opened(folder: Path, tmp_path: Path, **settings: Any) -> source_module.FeatureSource:
+    order = Order(str(folder), "float32", "cpu", IDS, last_layer=3)
+    return open_source(order, FeaturesConfig(**settings), ROWS, Provenance("target", "rows", 1, tmp_path / "features"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "sliding"])
+@pytest.mark.parametrize("documents", ["apart", "packed"])
+def test_features_as_the_run_file_asks(toy_folder: Callable[..., Path], tmp_path: Path, kind: str, documents: str) -> None:
+    source = opened(toy_folder(kind), tmp_path, documents=documents)
+    assert len(source.target.layers) == 4, "nothing after the last captured layer"
+    whole = load_target(str(toy_folder(kind)), dtype="float32", device="cpu", last_layer=None, head=False)
+    truth = capture(whole, ROWS, IDS).values_BSF
+    found = source.features(ROWS, CPU).values_BSF
+    assert torch.equal(found, truth) if documents == "apart" else float((found - truth).norm() / truth.norm()) < 1e-5
+
+
+def test_fp8_is_what_features_come_from(
+    toy_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exact = opened(toy_folder("qwen3"), tmp_path).features(ROWS, CPU).values_BSF
+    source = opened(toy_folder("qwen3"), tmp_path, precision="fp8")
+    assert any(isinstance(module, Fp8Linear) for module in source.target.layers.modules())
+    error = float((source.features(ROWS, CPU).values_BSF - exact).norm() / exact.norm())
+    assert 1e-3 < error < 0.3
+    assert "fp8: 28 linear layers in 8 bits" in capsys.readouterr().err
+
+
+def test_a_store_on_disk_in_the_runs_folder(
+    toy_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    online = opened(toy_folder("llama"), tmp_path).features(ROWS, CPU).values_BSF
+    for keep in ("disk", "memory"):
+        source = opened(toy_folder("llama"), tmp_path, keep=keep)
+        for _ in range(2):
+            assert torch.equal(source.features(ROWS, CPU).values_BSF, online)
+    assert [p.name for p in (tmp_path / "features").glob("row-*")] == ["row-00000000.safetensors"]
+    assert "1 rows of 0.0 MiB, 0.0 GiB still to be written" in capsys.readouterr().err
+    with pytest.raises(UserError, match="holds features made for another precision"):
+        opened(toy_folder("llama"), tmp_path, keep="disk", precision="fp8")
+
+
+def test_kernels_are_named_once_and_slow_ones_refused_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = ("linear_attention", "full_attention")
+    say_kernels(kinds, FeaturesConfig(), CPU)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "attention: torch's scaled_dot_product_attention; gated delta rule: the reference, slow; conv" in said
+    with pytest.raises(UserError, match=r"require_fast_kernels = true: .*gated delta rule.*would run on reference code on cpu"):
+        say_kernels(kinds, FeaturesConfig(require_fast_kernels=True), CPU)
+
+
+def test_fast_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds, cuda = ("linear_attention", "full_attention"), torch.device("cuda")
+    packed = FeaturesConfig(documents="packed", require_fast_kernels=True)
+    monkeypatch.setattr(source_module, "_installed", lambda package: package == "fla")
+    say_kernels(kinds, packed, cuda)
+    assert "reference" not in capsys.readouterr().err
+    with pytest.raises(UserError, match="convolution would run on reference code"):
+        say_kernels(kinds, FeaturesConfig(require_fast_kernels=True), cuda)
+    monkeypatch.setattr(source_module, "_installed", lambda package: False)
+    with pytest.raises(UserError, match="gated delta nets need flash-linear-attention"):
+        say_kernels(kinds, FeaturesConfig(documents="packed"), cuda)
