@@ -26,9 +26,10 @@ from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from outrider.features import guards
 from outrider.features.capture import capture
 from outrider.features.eight_bit import quantise_layer
+from outrider.features.facts import facts_of
 from outrider.features.fp8 import Fp8Linear, quantise_rows
 from outrider.features.packed import PackedCapture
-from outrider.features.target import Target, facts_of
+from outrider.features.target import Target
 from outrider.records import Features, TokenRows
 
 S, LAYER_IDS = 8192, (1, 16, 31, 46, 61)
@@ -81,7 +82,7 @@ def random_target(config: Qwen3_5TextConfig, device: torch.device, *, precision:
             else:
                 parameter.data.normal_(0.0, 0.02)
     model.eval().requires_grad_(False)
-    return Target(model, facts_of(config, path="random"))
+    return Target(model, facts_of(config.to_dict(), path="random"))
 
 
 def shrunk(config: Qwen3_5TextConfig) -> Qwen3_5TextConfig:

@@ -30,7 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.config import parse_run
 from outrider.features.capture import FeatureSource
-from outrider.features.target import Target, read_facts
+from outrider.features.facts import read_facts
+from outrider.features.target import Target
 from outrider.layout.mask import visibility
 from outrider.model import tripwire
 from outrider.model.attention import dense_attention

@@ -23,7 +23,8 @@ from outrider.data.rows import positions_in_documents
 from outrider.demo.prompts import make_prompts
 from outrider.demo.target import MASK_TOKEN_ID
 from outrider.features.capture import capture
-from outrider.features.target import Target, load_target, load_tokenizer, read_facts
+from outrider.features.facts import read_facts
+from outrider.features.target import Target, load_target, load_tokenizer
 from outrider.layout.anchors import draw_anchors
 from outrider.layout.blocks import build_blocks, default_gamma
 from outrider.layout.mask import dense_mask

@@ -29,7 +29,8 @@ from transformers.models.qwen3_5 import (
 )
 from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
-from outrider.features.target import Target, facts_of
+from outrider.features.facts import facts_of
+from outrider.features.target import Target
 
 LAYERS = 6
 COMMON: dict[str, Any] = {
@@ -60,7 +61,7 @@ def family_target(family: str) -> Target:
         for name, parameter in model.named_parameters():
             if ("norm" in name or "sinks" in name) and parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-    return Target(model.eval().requires_grad_(False), facts_of(model.config.get_text_config(), path=family))
+    return Target(model.eval().requires_grad_(False), facts_of(model.config.get_text_config().to_dict(), path=family))
 
 
 def _model(family: str) -> PreTrainedModel:

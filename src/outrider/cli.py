@@ -91,7 +91,8 @@ def prepare(
     """
     from outrider.data.prepare import PrepareOptions
     from outrider.data.prepare import prepare as run
-    from outrider.features.target import load_tokenizer, read_facts, read_stop_ids
+    from outrider.features.facts import read_facts
+    from outrider.features.target import load_tokenizer, read_stop_ids
 
     facts, tokenizer = read_facts(target), load_tokenizer(target)
     options = PrepareOptions(
@@ -119,7 +120,7 @@ def plan(
 
     Example: outrider plan run.toml --gpus "4x rtx-pro-6000"
     """
-    from outrider.features.target import read_facts
+    from outrider.features.facts import read_facts
     from outrider.planner.gpus import found_gpus, parse_gpus
     from outrider.planner.run import job_from, plan_run
     from outrider.train.resolve import resolve

@@ -156,7 +156,7 @@ GIB = 2**30
 BAR_COLUMNS = 60
 BAR_COLOURS = ("blue", "magenta", "cyan", "yellow", "green", "red", "bright_blue", "bright_magenta", "bright_cyan")
 PLAN_COLUMNS = {"placement": "left", "changed settings": "left", "fits": "left", "peak GiB used": "right", "headroom": "right",
-                "step": "right", "labels/s": "right", "row tokens/s": "right", "slowest": "left"}
+                "step": "right", "supervised/s": "right", "row tokens/s": "right", "slowest": "left"}
 PLANS_DRAWN = 2
 
 
@@ -171,23 +171,27 @@ def show_plan(result: Mapping[str, Any]) -> None:
     table = Table(box=None, pad_edge=False)
     for name, justify in PLAN_COLUMNS.items():
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for plan in result["plans"]:
+    plans = [result, *result["alternatives"]]
+    for plan in plans:
         used = " + ".join(f"{device['device_used_bytes'] / GIB:.1f}" for device in plan["devices"])
         changes = ", ".join(f"{key}={value}" for key, value in plan["changes"].items())
         table.add_row(plan["placement"], changes or "-", "yes" if plan["fits"] else "NO", used,
-                      f"{plan['headroom_bytes'] / GIB:+.1f}", f"{plan['step_ms']:,.0f} ms", f"{plan['labels_per_s']:,.0f}",
-                      f"{plan['tokens_per_s']:,.0f}", plan["bottleneck"])
+                      f"{plan['headroom_bytes'] / GIB:+.1f}", f"{plan['step_ms']:,.0f} ms",
+                      f"{plan['supervised_tokens_per_s']:,.0f}", f"{plan['tokens_per_s']:,.0f}", plan["bottleneck"])
     console.print(table)
-    for plan in result["plans"][:PLANS_DRAWN]:
+    for plan in plans:
+        if plan is result or not plan["fits"]:
+            console.print(plan["verdict"], highlight=False, markup=False, soft_wrap=True)
+    for plan in plans[:PLANS_DRAWN]:
         for device in plan["devices"]:
-            _show_device(console, plan, device)
+            _show_device(console, plan, device, explain=result["explain"])
     console.print(f"Times are {result['times']}.", highlight=False)
 
 
-def _show_device(console: Console, plan: Mapping[str, Any], device: Mapping[str, Any]) -> None:
-    """A stacked bar of what stands on the card at its fullest moment, and why it does not fit where it does not."""
+def _show_device(console: Console, plan: Mapping[str, Any], device: Mapping[str, Any], *, explain: bool) -> None:
+    """A stacked bar of what stands on the card at its fullest moment; with `explain` every line."""
     whole = max(device["usable_bytes"], device["device_used_bytes"])
-    console.print(f"\n{plan['placement']}: {' and '.join(device['roles'])} card ({device['count']} of them), "
+    console.print(f"\n{plan['placement']}: {device['role']} card ({device['count']} of them), "
                   f"{device['device_used_bytes'] / GIB:.1f} of {device['usable_bytes'] / GIB:.1f} GiB, fullest in "
                   f"'{device['peak_phase']}'", highlight=False, markup=False)
     bar, legend, drawn, begun = "", [], 0, 0
@@ -201,16 +205,11 @@ def _show_device(console: Console, plan: Mapping[str, Any], device: Mapping[str,
         legend.append(f"[{colour}]{letter}[/{colour}] {name} {size / GIB:.1f}")
     console.print(f"|{bar}{'.' * (BAR_COLUMNS - drawn)}|", highlight=False)
     console.print("  ".join(legend), highlight=False)
-    if device["headroom_bytes"] < 0:
-        largest = device["largest_at_peak"]
-        console.print(f"does not fit: {-device['headroom_bytes'] / GIB:.1f} GiB too much; the largest line that comes and goes "
-                      f"there is '{largest['name']}', {largest['bytes'] / GIB:.1f} GiB = {largest['formula']}",
-                      highlight=False, markup=False)
-    if device["lines"]:  # with --explain
+    if explain:
         table = Table(box=None, pad_edge=False)
         for name in ("line", "GiB", "dtype", "lives", "formula"):
             table.add_column(name, justify="right" if name == "GiB" else "left", overflow="fold")
         for line in sorted(device["lines"], key=lambda line: -line["bytes"]):
             table.add_row(escape(line["name"]), f"{line['bytes'] / GIB:.3f}", line["dtype"],
-                          line["lifetime"] if line["inside"] else "outside the allocator", escape(line["formula"]))
+                          line["phase"] if line["inside"] else "outside the allocator", escape(line["formula"]))
         console.print(table)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from outrider import cli
 from outrider.errors import UserError
-from outrider.features.target import load_target, load_tokenizer, read_facts
+from outrider.features.facts import read_facts
+from outrider.features.target import load_target, load_tokenizer
 
 ToyFolder = Callable[..., Path]
 SOURCE = Path(cli.__file__).parent

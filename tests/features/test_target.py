@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider.errors import UserError
 from outrider.features.capture import capture
+from outrider.features.facts import read_facts
 from outrider.features.target import (
     Target,
     check_head,
@@ -22,7 +23,6 @@ from outrider.features.target import (
     load_ends,
     load_target,
     load_tokenizer,
-    read_facts,
     read_stop_ids,
     target_digest,
 )

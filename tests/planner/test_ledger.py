@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.config import load_run
 from outrider.errors import UserError
-from outrider.features.target import read_facts
+from outrider.features.facts import read_facts
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
 from outrider.planner import lines as at

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -27,37 +26,67 @@ def planned(**options: Any) -> dict[str, Any]:
         "as_given": False, "explain": False, **options})
 
 
-def test_the_born_from_case_says_why_it_ran_out_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    result = planned(placement="pairs", suppose=["unfused-attention"], as_given=True)
-    assert not any(plan["fits"] for plan in result["plans"])
+def every(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [result, *result["alternatives"]]
+
+
+# The born-from job, sentence by sentence: what four cards, two pairs, could and could not do
+
+
+def test_uncompiled_two_pairs_do_not_fit_by_the_score_matrices_whose_bytes_are_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    result = planned(placement="pairs", suppose=["unfused-attention"])
+    pairs = next(plan for plan in every(result) if plan["placement"].startswith("2 pairs") and not plan["changes"])
+    scores = 4 * 32 * 8192 * 16384  # fp32, heads x queries x keys: 16 GiB a layer
+    assert not pairs["fits"]
+    assert pairs["headroom_bytes"] < -64 * 2**30
+    assert f"most of all 'attention: score matrices', 104.0 GiB ({int(6.5 * scores):,} bytes)" in pairs["verdict"]
+    assert "learn card in 'backward: layer 5, attention'" in pairs["verdict"]
     show_plan(result)
-    shown = capsys.readouterr().out
-    assert "does not fit" in shown
-    assert "attention: score matrices" in shown
-    assert "Q 8,192 x N 16,384" in shown
+    assert pairs["verdict"] in capsys.readouterr().out  # though with fewer anchors it fits, and that comes first
 
 
 @pytest.mark.parametrize("anchors", [256, 64])
-def test_fewer_anchors_fit_without_fusion(anchors: int) -> None:
+def test_uncompiled_fewer_anchors_fit(anchors: int) -> None:
     result = planned(placement="pairs", suppose=["unfused-attention"], settings=[
         f"target.path={BORN_FROM.with_suffix('')}", f"layout.anchors={anchors}"])
-    assert all(plan["fits"] for plan in result["plans"])
+    assert all(plan["fits"] and not plan["changes"] for plan in every(result))
 
 
-def test_fused_it_fits_and_the_plan_knows_better_than_pairs() -> None:
-    result = planned()
-    best, names = result["plans"][0], [plan["placement"] for plan in result["plans"]]
-    pairs = next(plan for plan in result["plans"] if plan["placement"].startswith("2 pairs"))
+def test_uncompiled_the_plan_finds_the_anchors_that_fit_by_itself() -> None:
+    best = planned(placement="pairs", suppose=["unfused-attention"])
+    assert best["fits"]
+    assert best["changes"] == {"layout.anchors": 256}
+
+
+def test_compiled_two_pairs_fit_and_the_headroom_is_said() -> None:
+    pairs = next(plan for plan in every(planned(placement="pairs")) if plan["placement"].startswith("2 pairs"))
     assert pairs["fits"]
-    assert pairs["headroom_bytes"] > 2**30
-    assert best["labels_per_s"] > 1.2 * pairs["labels_per_s"]
+    assert not pairs["changes"]
+    assert pairs["headroom_bytes"] == min(device["headroom_bytes"] for device in pairs["devices"])
+    assert pairs["headroom_bytes"] > 40 * 2**30
+    assert f"fits with {pairs['headroom_bytes'] / 2**30:.1f} GiB to spare" in pairs["verdict"]
+
+
+def test_the_plan_knows_better_than_two_pairs_and_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    best = planned()
+    pairs = next(plan for plan in every(best) if plan["placement"].startswith("2 pairs"))
+    assert best["placement"].startswith("4 x target and drafter on one card")
+    assert best["supervised_tokens_per_s"] > 1.5 * pairs["supervised_tokens_per_s"]
+    assert best["tokens_per_s"] == pytest.approx(4 * 8192 / best["step_ms"] * 1e3)
+    show_plan(best)
+    shown = capsys.readouterr().out
+    assert f"{best['supervised_tokens_per_s']:,.0f} supervised tokens/s ({best['tokens_per_s']:,.0f} row tokens/s)" in shown
+
+
+def test_plans_come_best_first() -> None:
+    plans = every(planned())
+    names, rates = [p["placement"] for p in plans], [p["supervised_tokens_per_s"] for p in plans if p["fits"]]
     assert len(names) == len(set(names))
-    rates = [plan["labels_per_s"] for plan in result["plans"] if plan["fits"]]
     assert rates == sorted(rates, reverse=True)
 
 
-def test_explain_holds_every_line_and_they_add_up() -> None:
-    device = planned(explain=True)["plans"][0]["devices"][0]
+def test_every_line_is_there_and_they_add_up() -> None:
+    device = planned()["devices"][0]
     outside = sum(line["bytes"] for line in device["lines"] if not line["inside"])
     assert len(device["lines"]) > 40
     assert device["device_used_bytes"] == device["peak_bytes"] + outside
@@ -65,7 +94,7 @@ def test_explain_holds_every_line_and_they_add_up() -> None:
 
 
 def test_stages_add_up_to_the_step() -> None:
-    for plan in planned()["plans"]:
+    for plan in every(planned()):
         assert plan["step_ms"] == pytest.approx(sum(plan["stages_ms"].values()))
         assert plan["bottleneck"] in plan["stages_ms"]
 
@@ -83,13 +112,13 @@ def test_the_nearest_setting_that_fits_is_named(born_from: Job) -> None:  # noqa
 def test_more_cards_are_never_slower_with_as_many_replicas(born_from: Job) -> None:  # noqa: F811
     one = make_plans(born_from, parse_gpus("1x h200"), placements=PLACEMENTS, vary=False)[0]
     eight = make_plans(born_from, parse_gpus("8x h200"), placements=PLACEMENTS, vary=False)[0]
-    assert 4 < eight.labels_per_s / one.labels_per_s <= 8
+    assert 4 < eight.supervised_tokens_per_s / one.supervised_tokens_per_s <= 8
 
 
 def test_accumulation_pays_the_optimizer_once(born_from: Job) -> None:  # noqa: F811
     gpus = parse_gpus("4x rtx-4090")
     one, three = (make_plans(replace(born_from, accumulation=n), gpus, placements=PLACEMENTS, vary=False)[0] for n in (1, 3))
-    assert three.labels_per_s > one.labels_per_s
+    assert three.supervised_tokens_per_s > one.supervised_tokens_per_s
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -118,13 +147,19 @@ def test_every_card_of_the_catalogue_is_found_by_name(name: str) -> None:
     assert gpu.usable_bytes > 2**34
 
 
-def test_the_command_is_quick_and_needs_no_gpu() -> None:
-    """From the repository's root, as the example says. 5 s on an idle machine; the test allows for company."""
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "outrider.cli", "plan", "examples/born-from.toml", "--gpus", CARDS, "--json"],
-        capture_output=True, text=True, check=True, cwd=BORN_FROM.parents[1], env=dict(os.environ))
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["plans"][0]["fits"]
-    assert time.monotonic() - began < 30
+def test_the_command_needs_no_gpu_and_loads_no_model_code() -> None:
+    """From the repository's root, as the example says: 3.1 s on an idle machine. What would make it slow is torch's compiler and
+    transformers' table of models, so these must not be loaded; a clock alone would tell of the company."""
+    asked = ("import sys; sys.argv = ['outrider', 'plan', 'examples/born-from.toml', '--gpus', '" + CARDS + "', '--json']\n"
+             "from outrider.command import main; import outrider.cli, atexit\n"
+             "atexit.register(lambda: print('loaded', *sorted({'torch._dynamo', 'transformers.models.auto.modeling_auto', "
+             "'transformers.modeling_utils'} & set(sys.modules))))\nmain()")
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, cwd=BORN_FROM.parents[1],
+                          env=dict(os.environ))
+    *_, answer, loaded = done.stdout.splitlines()
+    assert loaded == "loaded"
+    result = json.loads(answer)
+    assert result["fits"]
     assert result["gpus"] == {"count": 4, "name": "rtx-pro-6000", "usable_bytes": CATALOGUE["rtx-pro-6000"].usable_bytes}
+    assert {"placement", "supervised_tokens_per_s", "devices", "alternatives"} <= result.keys()
+    assert {"name", "bytes", "phase"} <= result["devices"][0]["lines"][0].keys()

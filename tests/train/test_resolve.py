@@ -9,7 +9,7 @@ from toys import MASK, VOCAB
 
 from outrider.config import RunConfig, load_run, parse_run, to_toml
 from outrider.errors import UserError
-from outrider.features.target import TargetFacts, read_facts
+from outrider.features.facts import TargetFacts, read_facts
 from outrider.train.resolve import default_layer_ids, resolve
 
 

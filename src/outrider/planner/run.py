@@ -8,6 +8,7 @@ from outrider.data.rows import read_info
 from outrider.errors import UserError
 from outrider.planner.gpus import Gpu
 from outrider.planner.job import SUPPOSITIONS, Job, job_of
+from outrider.planner.lines import Line
 from outrider.planner.plan import PLACEMENTS, DevicePlan, Plan, make_plans
 from outrider.planner.target_shapes import read_target_shape
 from outrider.records import DrafterShape
@@ -39,40 +40,62 @@ def plan_run(job: Job, gpus: Sequence[Gpu], *, placement: str | None, vary: bool
     if placement is not None and placement not in PLACEMENTS:
         raise UserError(f"--placement {placement}: must be one of {', '.join(PLACEMENTS)}")
     plans = make_plans(job, gpus, placements=PLACEMENTS if placement is None else (placement,), vary=vary)
+    best, *others = plans
     return {
+        **as_dict(best, explain=True), "alternatives": [as_dict(plan, explain=explain) for plan in others],
         "gpus": {"count": len(gpus), "name": gpus[0].name, "usable_bytes": gpus[0].usable_bytes},
         "job": {"row_length": job.row_length, "rows_per_batch": job.rows, "anchors": job.anchors,
                 "accumulation": job.accumulation, "block_size": job.drafter.block_size, "road": job.road,
                 "drafter_parameters": job.parameters,
                 "target_parameters": job.target.parameters, "target_layers_run": job.captured},
-        "plans": [as_dict(plan, explain=explain) for plan in plans],
-        "times": "from stated rates and the shares of them reached on one H200: see docs/plan.md",
+        "explain": explain, "times": "from stated rates and the shares of them reached on one H200: see docs/plan.md",
     }
 
 
 def as_dict(plan: Plan, *, explain: bool) -> dict[str, Any]:
     """One plan in plain values; with `explain` every line of every device."""
     return {
-        "placement": plan.placement, "changes": dict(plan.changes), "fits": plan.fits, "gpus": plan.gpus,
-        "headroom_bytes": plan.headroom, "step_ms": plan.step_ms, "stages_ms": dict(plan.stages), "bottleneck": plan.bottleneck,
-        "labels_per_s": plan.labels_per_s, "tokens_per_s": plan.tokens_per_s,
+        "placement": plan.placement, "changes": dict(plan.changes), "fits": plan.fits, "verdict": verdict(plan),
+        "gpus": plan.gpus, "headroom_bytes": plan.headroom, "step_ms": plan.step_ms, "stages_ms": dict(plan.stages),
+        "bottleneck": plan.bottleneck,
+        "supervised_tokens_per_s": plan.supervised_tokens_per_s, "tokens_per_s": plan.tokens_per_s,
         "devices": [_device(device, explain=explain) for device in plan.devices],
     }
 
 
+def verdict(plan: Plan) -> str:
+    """Whether the plan fits, and by how much; where it does not, which line makes it too much and how that line comes about."""
+    settings = "".join(f", {key}={value}" for key, value in plan.changes.items())
+    named = f"{plan.placement}{settings}"
+    if plan.fits:
+        return (f"{named}: fits with {plan.headroom / GIB:.1f} GiB to spare, {plan.supervised_tokens_per_s:,.0f} supervised "
+                f"tokens/s ({plan.tokens_per_s:,.0f} row tokens/s)")
+    fullest = min(plan.devices, key=lambda device: device.headroom)
+    line = telling_line(fullest)
+    return (f"{named}: does not fit, {-plan.headroom / GIB:.1f} GiB too much on the {role_of(fullest)} card in "
+            f"'{fullest.ledger.peak_phase}', most of all '{line.name}', {line.bytes / GIB:.1f} GiB ({line.bytes:,} bytes) = "
+            f"{line.formula}")
+
+
+def telling_line(device: DevicePlan) -> Line:
+    """The largest line at the fullest moment that is not there for the whole run, for what stands cannot be another."""
+    at_peak = device.ledger.at_peak()
+    return next((line for line in at_peak if line.lifetime != "whole run"), at_peak[0])
+
+
+def role_of(device: DevicePlan) -> str:
+    return " and ".join(device.ledger.roles)
+
+
 def _device(device: DevicePlan, *, explain: bool) -> dict[str, Any]:
-    ledger = device.ledger
-    lines = ledger.lines if explain else ()
-    at_peak = ledger.at_peak()
-    largest = next((line for line in at_peak if line.lifetime != "whole run"), at_peak[0])  # what stands cannot be another
+    ledger, line = device.ledger, telling_line(device)
     return {
-        "count": device.count, "roles": list(ledger.roles), "usable_bytes": device.gpu.usable_bytes,
+        "name": device.gpu.name, "role": role_of(device), "count": device.count, "usable_bytes": device.gpu.usable_bytes,
         "peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase, "device_used_bytes": ledger.device_used_bytes,
-        "standing_bytes": ledger.standing_bytes, "headroom_bytes": device.headroom,
-        "groups_at_peak": groups(device),
-        "largest_at_peak": {"name": largest.name, "formula": largest.formula, "bytes": largest.bytes},
+        "standing_bytes": ledger.standing_bytes, "headroom_bytes": device.headroom, "groups_at_peak": groups(device),
+        "largest_at_peak": {"name": line.name, "formula": line.formula, "bytes": line.bytes},
         "lines": [{"name": line.name, "formula": line.formula, "dtype": line.dtype, "bytes": line.bytes,
-                   "lifetime": line.lifetime, "inside": line.inside} for line in lines],
+                   "phase": line.lifetime, "inside": line.inside} for line in (ledger.lines if explain else ())],
     }
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import UserError
+from outrider.features.facts import read_text_config
 
 LINEAR = "linear_attention"
 GATED_QUERIES = ("qwen3_5", "qwen3_next")  # their attention's query projection also makes the output's gate
@@ -58,12 +59,7 @@ class TargetShape:
 def read_target_shape(path: str) -> TargetShape:
     """The shape of the target at `path` (a local folder or a hub id), from its config. Raises UserError for a kind of layer whose
     size is not known here."""
-    from transformers import AutoConfig
-
-    from outrider.features.target import NO_CODE
-
-    config = AutoConfig.from_pretrained(path, **NO_CODE).get_text_config()
-    return target_shape(config.to_dict(), where=f"target.path = {path!r}")
+    return target_shape(read_text_config(path), where=f"target.path = {path!r}")
 
 
 def target_shape(values: Mapping[str, Any], *, where: str) -> TargetShape:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from outrider.config import RunConfig
 from outrider.errors import UserError
-from outrider.features.target import TargetFacts
+from outrider.features.facts import TargetFacts
 from outrider.layout.blocks import default_gamma
 from outrider.records import FULL, DrafterShape, check_block_size
 

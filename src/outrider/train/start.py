@@ -15,12 +15,12 @@ from outrider.config import RunConfig, to_toml
 from outrider.data.rows import PreparedRows, load_rows, read_info
 from outrider.errors import UserError
 from outrider.features.capture import FeatureSource
+from outrider.features.facts import read_facts
 from outrider.features.source import Order, Provenance, open_source
 from outrider.features.target import (
     Target,
     embedding_scale,
     load_tokenizer,
-    read_facts,
     read_stop_ids,
     target_digest,
 )

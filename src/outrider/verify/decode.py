@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from outrider.errors import UserError
-from outrider.features.target import Target, TargetFacts
+from outrider.features.facts import TargetFacts
+from outrider.features.target import Target
 from outrider.model.drafter import Drafter
 from outrider.records import DrafterShape
 from outrider.verify.cycle import Lanes, TreeLanes

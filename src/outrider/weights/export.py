@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import UserError
-from outrider.features.target import DTYPES, NO_CODE, embedding_scale, load_target, load_tokenizer, read_facts
+from outrider.features.facts import NO_CODE, read_facts
+from outrider.features.target import DTYPES, embedding_scale, load_target, load_tokenizer
 from outrider.files import atomic_folder, write_json
 from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, to_config

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from outrider.errors import UserError
-from outrider.features.target import DTYPES, TargetFacts
+from outrider.features.facts import TargetFacts
+from outrider.features.target import DTYPES
 from outrider.files import read_json
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import ContextCache, Drafter

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Qwen3Config
 
 from outrider.errors import UserError
-from outrider.features.target import TargetFacts, read_facts
+from outrider.features.facts import TargetFacts, read_facts
 from outrider.model.published import ARCHITECTURE
 from outrider.records import FULL, SLIDING, DrafterShape
 
