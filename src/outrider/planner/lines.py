@@ -20,7 +20,7 @@ LAST = CHECK
 
 @dataclass(frozen=True)
 class Line:
-    """One large tensor, or a set of like ones: `formula` says how its bytes come about. Lives from `first` to `last`.
+    """One large tensor, or a set of `count` like ones: `formula` says how its bytes come about. Lives from `first` to `last`.
 
     `inside`: counted by the allocator; else held by the driver, libraries or as gaps.
     """
@@ -33,6 +33,7 @@ class Line:
     first: str
     last: str
     inside: bool = True
+    count: int = 1
 
     @property
     def lifetime(self) -> str:
@@ -71,7 +72,8 @@ def line(
     size = prod(shape.values()) * BYTES[dtype]
     factors = " x ".join(f"{key} {value:,}" for key, value in shape.items())
     times = f"{count} x " if count > 1 else ""
-    return Line(name, f"{times}{factors} x {BYTES[dtype]} B", count * (-(-size // GRAIN) * GRAIN), dtype, role, first, last)
+    return Line(name, f"{times}{factors} x {BYTES[dtype]} B", count * (-(-size // GRAIN) * GRAIN), dtype, role, first, last,
+                count=count)
 
 
 def outside(name: str, formula: str, size: int, *, role: Role = "learn") -> Line:
