@@ -37,9 +37,11 @@ from outrider.records import DrafterShape, FrozenHead  # noqa: E402
 from outrider.train.checkpoint import Origin, Position, newest_sound  # noqa: E402
 from outrider.train.guards import DiskWatch, leak_test_due, spike  # noqa: E402
 from outrider.train.keeper import Keeper  # noqa: E402
+from outrider.train.masters import WholeMasters  # noqa: E402
 from outrider.train.meter import as_metrics, report_step  # noqa: E402
 from outrider.train.metrics import Metrics  # noqa: E402
 from outrider.train.optim import build_optimizer  # noqa: E402
+from outrider.train.processes import ALONE  # noqa: E402
 from outrider.train.roads import DenseRoad, FusedRoad, Road  # noqa: E402
 from outrider.train.watchdog import Watchdog  # noqa: E402
 
@@ -74,11 +76,12 @@ class Steps:
 
     def step(self) -> tuple[Any, Tensor]:
         self.optimizer.zero_grad(set_to_none=True)
-        self.road.begin()
+        masters = WholeMasters(self.drafter, ALONE)
+        self.road.begin(masters)
         hidden = self.road.hidden(self.embedding_VD.__getitem__, self.features_BSF, self.rows, self.blocks)
         terms = frozen_head_loss(hidden, self.blocks, self.head, budget_bytes=768 * 2**20)
         (terms.loss_sum / self.blocks.weights_BAK.sum()).backward()
-        self.road.collect()
+        self.road.collect(masters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.drafter.parameters() if p.grad is not None])
         assert torch.isfinite(norm)
         torch.nn.utils.clip_grads_with_norm_(self.drafter.parameters(), 1.0, norm)
@@ -111,7 +114,7 @@ def timed_steps(steps: Steps, count: int) -> list[float]:
 def guard_times(steps: Steps, folder: Path, count: int) -> list[float]:
     """Milliseconds that the loop spends beside a step: report, metrics line, spike, leak test due, disk watch, watchdog."""
     guards = GuardsConfig()
-    metrics = Metrics(folder, None, at_bytes=0, at_step=0)
+    metrics = Metrics(folder, None, at_bytes=0, at_step=0, writes=True)
     disk = DiskWatch(folder, checkpoint_bytes=12 * count_parameters(steps.shape), min_free_gib=0.0)
     times = []
     with Watchdog(folder, minutes=guards.stuck_minutes) as watchdog:
@@ -151,7 +154,7 @@ def cost(options: argparse.Namespace) -> None:
         100 * statistics.median(beside) / statistics.median(alone), 3), **spread(beside))
     origin = Origin(drafter_config=to_config(steps.shape, embedding_scale=1.0, softcap=None, dtype="bfloat16"), target="t",
                     inputs={}, config={}, versions={}, git_commit=None)
-    with Keeper(folder, CheckpointConfig(keep_last=1), origin, Position()) as keeper:
+    with Keeper(folder, CheckpointConfig(keep_last=1), origin, Position(), ALONE) as keeper:
         for number in range(1, options.saves + 1):
             began = now()
             keeper.save(steps.drafter, steps.optimizer, Position(step=number))

@@ -28,7 +28,7 @@ from drafter_step import random_rows
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.config import parse_run
+from outrider.config import PlacementConfig, parse_run
 from outrider.features.capture import FeatureSource
 from outrider.features.facts import read_facts
 from outrider.features.target import Target
@@ -43,8 +43,11 @@ from outrider.planner.job import job_of
 from outrider.planner.ledger import colocated
 from outrider.planner.target_shapes import read_target_shape
 from outrider.train import roads, step
+from outrider.train.masters import WholeMasters
 from outrider.train.meter import Stopwatch
 from outrider.train.optim import build_optimizer
+from outrider.train.placement import Devices, open_relay
+from outrider.train.processes import ALONE
 from outrider.train.resolve import Resolved, resolve
 from outrider.train.roads import DenseRoad, FusedRoad
 
@@ -209,11 +212,13 @@ def run(point: Point, resolved: Resolved, target: Target) -> tuple[int, int]:
     config = resolved.config
     road = open_road(resolved, point.suppositions)
     optimizer = build_optimizer(road.drafter, config.optimizer)
+    learner = step.Learner(road, WholeMasters(road.drafter, ALONE), target.ends, optimizer)
     source = FeatureSource(target, resolved.shape.target_layer_ids, keep="no")
+    relay = open_relay([source], Devices(target.device, ()), PlacementConfig(), meeting="bench", trace=None)
     for count in range(STEPS):
         batches = [step.lay_out(rows_of(point, config, seed=100 * count + micro), resolved, [0] * config.train.rows_per_batch,
                                 torch.device("cuda")) for micro in range(config.train.accumulation)]
-        step.run_step(road, source, optimizer, batches, clip_norm=1.0, logits_bytes=config.objective.logits_mib * 2**20,
+        step.run_step(learner, relay, batches, [], clip_norm=1.0, logits_bytes=config.objective.logits_mib * 2**20,
                       watch=Stopwatch())
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()

@@ -145,8 +145,7 @@ def train(
 
     config = load_run(run, settings or ())
     check = acceptance_check(config)
-    with only_writer(config.train.folder):
-        return start(config, check=check)
+    return start(config, check=check)
 
 
 def acceptance_check(config: Any) -> Any:

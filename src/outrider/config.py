@@ -18,6 +18,7 @@ Real = Annotated[float, Field(strict=True)]
 Share = Annotated[Real, Field(ge=0.0, le=1.0)]
 Place = Annotated[Path, AfterValidator(Path.expanduser)]
 DType = Literal["float32", "bfloat16"]
+Sharding = Literal["ddp", "fsdp2"]
 
 
 class Section(BaseModel):
@@ -106,7 +107,8 @@ class OptimizerConfig(Section):
 
 
 class TrainConfig(Section):
-    """One optimizer step takes `rows_per_batch * accumulation` rows. `steps` overrides `epochs` when given.
+    """One optimizer step takes `rows_per_batch * accumulation` rows, over all processes: their number changes the time of a step,
+    never what it learns. `steps` overrides `epochs` when given.
 
     `attention`: "dense" is the reference on any device, "fused" the compiled road on a CUDA device; derived from `device` when
     left out. `activation_budget`: on the fused road, the share of activations kept for the backward, the rest made again.
@@ -165,6 +167,21 @@ class GuardsConfig(Section):
     min_free_gib: Annotated[Real, Field(ge=0)] = 1.0
 
 
+class PlacementConfig(Section):
+    """Where the target runs, and how several processes share the work. One process holds one replica of the drafter.
+
+    `capture_cards`: devices that each process takes for the target besides its `train.device`: 0 has both on one (colocated), 1
+    is a pair, more take rows in turn, each with a whole target. `turns`: "overlapped" lets targets run at any time,
+    "one_at_a_time" never two at once on a machine. `sharding`: "ddp" keeps whole masters and optimizer state in every process,
+    "fsdp2" shares them out. `timeout_s`: how long features or another process may be awaited before the run stops.
+    """
+
+    capture_cards: Annotated[Whole, Field(ge=0)] = 0
+    turns: Literal["overlapped", "one_at_a_time"] = "overlapped"
+    sharding: Sharding = "ddp"
+    timeout_s: Positive = 60
+
+
 class RunConfig(Section):
     """A whole run, as one TOML file describes it."""
 
@@ -175,6 +192,7 @@ class RunConfig(Section):
     layout: LayoutConfig = LayoutConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    placement: PlacementConfig = PlacementConfig()
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     guards: GuardsConfig = GuardsConfig()

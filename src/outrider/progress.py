@@ -10,11 +10,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 PLAIN_LINE_EVERY_S = 5.0
+_speaks = True
+
+
+def speaks(yes: bool) -> None:
+    """Whether this process shows anything: of several that do one job, one should."""
+    global _speaks
+    _speaks = yes
 
 
 def say(message: str) -> None:
     """One plain line on stderr."""
-    print(message, file=sys.stderr, flush=True)
+    if _speaks:
+        print(message, file=sys.stderr, flush=True)
 
 
 def clock(seconds: float) -> str:
@@ -53,7 +61,7 @@ class ProgressBar:
     def __enter__(self) -> "ProgressBar":
         console = Console(stderr=True)
         self._started = self._last_line = time.monotonic()
-        if console.is_terminal:
+        if console.is_terminal and _speaks:
             columns = (
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(self.unit),
                 TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),

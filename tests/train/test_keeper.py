@@ -14,6 +14,7 @@ from outrider.errors import UserError
 from outrider.train import keeper as keeper_module
 from outrider.train.checkpoint import Position, list_checkpoints
 from outrider.train.keeper import Keeper, kept
+from outrider.train.processes import ALONE
 
 
 def positions(*rows: tuple[int, float | None, float]) -> dict[Path, Position]:
@@ -43,7 +44,7 @@ def test_what_is_kept(policy: dict[str, object], expected: list[int]) -> None:
 ], ids=str)
 def test_when_one_is_due(tmp_path: Path, position: Position, due: bool) -> None:
     """At every fifth step, at the end (12), for a new best, and never what is saved already (step 3, not yet measured)."""
-    with Keeper(tmp_path, CheckpointConfig(every=5 if position.step != 3 else 3), ORIGIN, Position(step=3)) as keeper:
+    with Keeper(tmp_path, CheckpointConfig(every=5 if position.step != 3 else 3), ORIGIN, Position(step=3), ALONE) as keeper:
         assert keeper.due(position, total=12) is due
 
 
@@ -51,7 +52,7 @@ def test_minutes_make_one_due_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     now = 0.0
     monkeypatch.setattr(keeper_module.time, "monotonic", lambda: now)
     drafter, optimizer = trained(1)
-    with Keeper(tmp_path, CheckpointConfig(every_minutes=10.0), ORIGIN, Position()) as keeper:
+    with Keeper(tmp_path, CheckpointConfig(every_minutes=10.0), ORIGIN, Position(), ALONE) as keeper:
         for minutes, step, due in ((9.9, 1, False), (10.1, 2, True), (19.9, 3, False), (20.2, 4, True)):
             now = 60 * minutes
             assert keeper.due(Position(step=step), total=1000) is due
@@ -72,7 +73,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     drafter, optimizer = trained(1)
     weights = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     moment = optimizer.state[drafter.fc.weight]["exp_avg_sq"].clone()
-    with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position()) as keeper:
+    with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position(), ALONE) as keeper:
         keeper.save(drafter, optimizer, Position(step=1))
         for step in range(3):
             nudge(drafter, optimizer, seed=step)
@@ -91,7 +92,7 @@ def test_a_failed_write_reaches_the_loop_at_the_next_step(tmp_path: Path, monkey
 
     drafter, optimizer = trained(1)
     monkeypatch.setattr(keeper_module, "write_checkpoint", write)
-    with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position()) as keeper:
+    with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position(), ALONE) as keeper:
         keeper.save(drafter, optimizer, Position(step=1))
         assert keeper._writing is not None
         keeper._writing.exception(timeout=20)
@@ -99,7 +100,7 @@ def test_a_failed_write_reaches_the_loop_at_the_next_step(tmp_path: Path, monkey
             keeper.check()
         keeper.check()
     with (pytest.raises(UserError, match="the disk is full"),
-          Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position()) as keeper):
+          Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position(), ALONE) as keeper):
         keeper.save(drafter, optimizer, Position(step=1))
 
 
@@ -113,7 +114,7 @@ def test_a_failed_write_does_not_hide_what_ended_the_run(
     drafter, optimizer = trained(1)
 
     def train() -> None:
-        with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position()) as keeper:
+        with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position(), ALONE) as keeper:
             keeper.save(drafter, optimizer, Position(step=1))
             raise ZeroDivisionError
 
@@ -128,6 +129,6 @@ def test_a_long_wait_for_the_disk_is_said(
     monkeypatch.setattr(keeper_module, "QUIET_S", 0.05)
     monkeypatch.setattr(keeper_module, "write_checkpoint", lambda *args: threading.Event().wait(0.3))
     drafter, optimizer = trained(1)
-    with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position()) as keeper:
+    with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position(), ALONE) as keeper:
         keeper.save(drafter, optimizer, Position(step=7))
     assert "waiting for the checkpoint of step 7 to be written" in capsys.readouterr().err

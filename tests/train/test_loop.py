@@ -25,6 +25,7 @@ from outrider.features.target import Target
 from outrider.files import sha256_file
 from outrider.model.drafter import Drafter
 from outrider.records import AcceptReport
+from outrider.train import feed as feed_module
 from outrider.train import loop as loop_module
 from outrider.train.checkpoint import list_checkpoints, verify_checkpoint
 from outrider.train.loop import train
@@ -110,13 +111,13 @@ def test_every_epoch_sees_every_row_once(make_run: MakeRun, monkeypatch: pytest.
     run = make_run("run", **{"train.epochs": 3, "train.rows_per_batch": 2, "train.accumulation": 1})
     run = run.model_copy(update={"train": run.train.model_copy(update={"steps": None})})
     seen: list[tuple[int, int]] = []
-    real = loop_module.lay_out
+    real = feed_module.lay_out
 
     def lay_out(rows: Any, resolved: Any, epochs: list[int], device: torch.device) -> Any:
         seen.extend(zip(epochs, rows.row_ids_B.tolist(), strict=True))
         return real(rows, resolved, epochs, device)
 
-    monkeypatch.setattr(loop_module, "lay_out", lay_out)
+    monkeypatch.setattr(feed_module, "lay_out", lay_out)
     train(run, check=None)
     count = len(load_rows(run.data.rows))
     assert len(seen) in (3 * count, 3 * count + 1), "rounded up to a whole step"
@@ -264,7 +265,7 @@ def test_resume_refuses_another_target_under_the_same_name(
     ({"drafter.target_layer_ids": [1, 5]}, r"last layer \(5\) is never used"),
     ({"train.device": "gpu0"}, r"train\.device = 'gpu0': not a device"),
     ({"train.device": "meta"}, r"train\.device = 'meta': not supported"),
-    ({"train.device": "cuda:99"}, r"train\.device = 'cuda:99': \d+ CUDA devices were found"),
+    ({"train.device": "cuda:99"}, r"train\.device = 'cuda:99': .*\d+ CUDA devices were found"),
     ({"data.rows": "no/such/rows"}, "no/such/rows: there is no folder of prepared rows"),
     ({"target.path": "./no/such/target"}, r"target\.path = './no/such/target': no config\.json there"),
 ])
@@ -293,7 +294,7 @@ def test_a_finished_run_is_left_as_it_is(make_run: MakeRun) -> None:
 
 def test_a_run_folder_that_cannot_be_written(make_run: MakeRun, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=r"^cannot write .*file/run: a part of this path is a file"):
+    with pytest.raises(UserError, match=r"^cannot write .*file/run: a file is in the way of a folder"):
         train(make_run(**{"train.folder": str(tmp_path / "file" / "run")}), check=None)
 
 

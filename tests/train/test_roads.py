@@ -11,6 +11,8 @@ from outrider.model.drafter import Drafter, initialise
 from outrider.objective.frozen_head import frozen_head_loss
 from outrider.objective.losses import plain_loss
 from outrider.records import FULL, SLIDING, DraftBlocks, DrafterShape, FrozenHead, LossTerms, TokenRows
+from outrider.train.masters import WholeMasters
+from outrider.train.processes import ALONE
 from outrider.train.roads import DenseRoad, FusedRoad, Road
 from outrider.train.selftest import check_fused_attention
 
@@ -49,7 +51,7 @@ def parts(shape: DrafterShape) -> tuple[Drafter, Tensor, FrozenHead]:
 
 def run(road: Road, drafter: Drafter, table: Tensor, loss: LossTerms, blocks: DraftBlocks) -> tuple[float, dict[str, Tensor]]:
     (loss.loss_sum / blocks.weights_BAK.sum().clamp(min=1e-12)).backward()
-    road.collect()
+    road.collect(WholeMasters(drafter, ALONE))
     gradients = {name: p.grad.double() for name, p in drafter.named_parameters() if p.grad is not None}
     drafter.zero_grad(set_to_none=True)
     return float(loss.loss_sum), gradients

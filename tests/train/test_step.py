@@ -6,49 +6,38 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from learning import LOGITS_BYTES, colocated, make_drafter, make_learner, micro_batch_of
 from torch import Tensor
-from toys import MASK, noise, random_rows, toy_shape
+from toys import noise, random_rows, toy_shape
 
 from outrider.config import OptimizerConfig
-from outrider.features.capture import FeatureSource, capture
+from outrider.features.capture import capture
 from outrider.features.target import DTYPES, Target
 from outrider.layout import mask as mask_module
-from outrider.layout.anchors import draw_anchors
-from outrider.layout.blocks import build_blocks
-from outrider.model.attention import dense_attention
-from outrider.model.drafter import Drafter, initialise
+from outrider.model.drafter import Drafter
 from outrider.objective.losses import plain_loss
 from outrider.records import DraftBlocks, DrafterShape, Features, LossTerms, TokenRows
 from outrider.train import step as step_module
 from outrider.train.meter import Stopwatch
-from outrider.train.optim import build_optimizer
 from outrider.train.roads import DenseRoad
 from outrider.train.step import MicroBatch, drafter_terms, run_step
 
 ToyTarget = Callable[..., Target]
-LOGITS_BYTES = 2**20
 SHAPES = {"full": toy_shape(), "sliding": toy_shape(layer_types=("sliding_attention", "full_attention"), sliding_window=6)}
-
-
-def make_drafter(shape: DrafterShape, *, seed: int = 0) -> Drafter:
-    drafter = Drafter(shape, dense_attention)
-    initialise(drafter, seed=seed, head_scale=1.0)
-    return drafter
 
 
 def batch_of(lengths: list[list[int]], *, seed: int, per_row: int = 10, length: int = 32, first_row: int = 0) -> MicroBatch:
     rows = random_rows(lengths, length=length, seed=seed)
     rows = replace(rows, row_ids_B=rows.row_ids_B + first_row)
-    anchors, keep, eligible = draw_anchors(rows, per_row=per_row, document_floor=2, seed=0, epochs_B=[0] * len(lengths))
-    return MicroBatch(rows, build_blocks(rows, anchors, keep, block_size=4, mask_token_id=MASK, gamma=4.0), eligible)
+    return micro_batch_of(rows, per_row=per_row)
 
 
 def step(drafter: Drafter, target: Target, batches: list[MicroBatch], *, precision: str = "float32", learning_rate: float = 1e-3,
          clip_norm: float = 1.0) -> tuple[LossTerms, Tensor]:
-    optimizer = build_optimizer(drafter, OptimizerConfig(learning_rate=learning_rate))
-    source = FeatureSource(target, drafter.shape.target_layer_ids, keep="no")
-    road = DenseRoad(drafter, dtype=DTYPES[precision])
-    return run_step(road, source, optimizer, batches, clip_norm=clip_norm, logits_bytes=LOGITS_BYTES, watch=Stopwatch())
+    learner = make_learner(drafter, target, dtype=DTYPES[precision], learning_rate=learning_rate)
+    sums = run_step(learner, colocated(target, drafter.shape), batches, [], clip_norm=clip_norm, logits_bytes=LOGITS_BYTES,
+                    watch=Stopwatch())
+    return sums.terms, sums.norm
 
 
 def loss_of_block(drafter: Drafter, target: Target, batch: MicroBatch, values: Tensor, block: int) -> float:
@@ -58,7 +47,7 @@ def loss_of_block(drafter: Drafter, target: Target, batch: MicroBatch, values: T
     blocks = replace(batch.blocks, weights_BAK=weights)
     with torch.no_grad():
         road = DenseRoad(drafter, dtype=torch.float32)
-        return float(drafter_terms(road, target, batch.rows, Features(values), blocks, logits_bytes=LOGITS_BYTES).loss_sum)
+        return float(drafter_terms(road, target.ends, batch.rows, Features(values), blocks, logits_bytes=LOGITS_BYTES).loss_sum)
 
 
 def moved_by_noise(drafter: Drafter, target: Target, batch: MicroBatch) -> list[bool]:
@@ -76,7 +65,7 @@ def moved_by_noise(drafter: Drafter, target: Target, batch: MicroBatch) -> list[
         noisy[0, unseen] = 30 * noise(int(unseen.sum()), values.shape[2], seed=anchor)
         ids = batch.blocks.noise_ids_BAK.clone()
         ids[0, torch.arange(ids.shape[1]) != block] = 7
-        other = MicroBatch(batch.rows, replace(batch.blocks, noise_ids_BAK=ids), batch.eligible)
+        other = replace(batch, blocks=replace(batch.blocks, noise_ids_BAK=ids))
         moved.append(loss_of_block(drafter, target, batch, values, block) != loss_of_block(drafter, target, other, noisy, block))
     return moved
 
@@ -108,7 +97,8 @@ def merged(batches: list[MicroBatch]) -> MicroBatch:
     def cat(kind: type, get: Callable[[MicroBatch], object]) -> object:
         return kind(**{f.name: torch.cat([getattr(get(b), f.name) for b in batches]) for f in fields(kind)})
 
-    return MicroBatch(cat(TokenRows, lambda b: b.rows), cat(DraftBlocks, lambda b: b.blocks), sum(b.eligible for b in batches))  # type: ignore[arg-type]
+    rows, blocks = cat(TokenRows, lambda b: b.rows), cat(DraftBlocks, lambda b: b.blocks)
+    return MicroBatch(rows, rows, blocks, sum(b.eligible for b in batches))  # type: ignore[arg-type]
 
 
 def test_accumulated_micro_batches_equal_one_batch(toy_target: ToyTarget) -> None:
@@ -131,13 +121,13 @@ def test_every_parameter_moves_under_bf16_and_masters_stay_fp32(toy_target: ToyT
     target = toy_target("llama", dtype="bfloat16")
     drafter = make_drafter(toy_shape())
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
-    optimizer = build_optimizer(drafter, OptimizerConfig())
-    source = FeatureSource(target, drafter.shape.target_layer_ids, keep="memory")
+    learner = make_learner(drafter, target, dtype=torch.bfloat16, learning_rate=OptimizerConfig().learning_rate)
+    optimizer, supply = learner.optimizer, colocated(target, drafter.shape, keep="memory")
     batches = [batch_of([[12]], seed=s, first_row=s, per_row=4, length=12) for s in range(5)]
     first = last = None
     for number in range(50):
-        terms, _ = run_step(DenseRoad(drafter, dtype=torch.bfloat16), source, optimizer, [batches[number % 5]], clip_norm=1.0,
-                            logits_bytes=LOGITS_BYTES, watch=Stopwatch())
+        terms = run_step(learner, supply, [batches[number % 5]], [], clip_norm=1.0, logits_bytes=LOGITS_BYTES,
+                         watch=Stopwatch()).terms
         last = float(terms.loss_sum / terms.weight_sum)
         first = last if first is None else first
     for name, parameter in drafter.named_parameters():

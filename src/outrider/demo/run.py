@@ -118,7 +118,7 @@ class Road:
         """The accepted length of the drafter that training starts from, on the prompts and in the dtype of `evaluate`."""
         config = load_run(self / "run.toml")
         target = load_target(config.target.path, dtype="float32", device="cpu", last_layer=None, head=True)
-        drafter = build_drafter(resolve(config, read_facts(config.target.path)), target)
+        drafter = build_drafter(resolve(config, read_facts(config.target.path)), target.ends)
         tokenizer = load_tokenizer(config.target.path)
         prompts = [p.ids for p in read_prompts(self / "heldout.jsonl", tokenizer, template_options={})]
         options = DecodeOptions.greedy(max_new_tokens=EVALUATE_TOKENS, stop_ids=tuple(target.stop_ids(tokenizer)))

@@ -21,6 +21,7 @@ from outrider.files import atomic_folder, read_json, set_aside, sha256_file, wri
 from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME
 from outrider.progress import say
+from outrider.train.masters import piece_of
 from outrider.train.rng import restore_rng
 
 FORMAT = 2
@@ -167,19 +168,22 @@ def newest_sound(run_folder: Path) -> Path | None:
     return None
 
 
+@torch.no_grad()
 def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> Position:
     """Load weights, moments and random generators in place and return the position, exactly as they were saved.
 
-    The folder has been verified.
+    The folder has been verified. Masters may be whole or shared out: each process takes what is its own.
     """
-    drafter.load_state_dict(load_file(folder / DRAFTER_FOLDER / WEIGHTS_NAME))
-    saved = load_file(folder / OPTIMIZER_NAME)
-    for name, parameter in drafter.named_parameters():
+    weights, saved = load_file(folder / DRAFTER_FOLDER / WEIGHTS_NAME), load_file(folder / OPTIMIZER_NAME)
+    named = dict(drafter.named_parameters())
+    assert weights.keys() == named.keys(), "the checkpoint is verified and of this run, so its names are"
+    for name, parameter in named.items():
+        parameter.copy_(piece_of(weights[name], parameter))
         keys = {key.split("/", 1)[0] for key in saved if key.split("/", 1)[1] == name}
-        optimizer.state[parameter] = {key: saved[f"{key}/{name}"].to(_home(key, parameter)) for key in keys}
+        optimizer.state[parameter] = {key: _placed(key, saved[f"{key}/{name}"], parameter) for key in keys}
     restore_rng(load_file(folder / RNG_NAME))
     return read_position(folder)
 
 
-def _home(key: str, parameter: Tensor) -> torch.device:
-    return parameter.device if key != "step" or parameter.is_cuda else torch.device("cpu")
+def _placed(key: str, value: Tensor, parameter: Tensor) -> Tensor:
+    return value.to(parameter.device) if key == "step" else piece_of(value, parameter)

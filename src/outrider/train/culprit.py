@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.features.capture import FeatureSource
 from outrider.files import write_atomic
 from outrider.objective.frozen_head import frozen_head_loss
-from outrider.train.roads import Road
-from outrider.train.step import MicroBatch
+from outrider.train.masters import whole
+from outrider.train.processes import Processes
+from outrider.train.step import Learner, MicroBatch, Supply
 
 NORM_OVERFLOWS = "the gradient's norm (each tensor is finite, their squares together are not)"
 NOT_AGAIN = "no tensor when the step was computed again (a passing fault of the device or its memory)"
@@ -29,42 +29,65 @@ class Culprit:
     rows: tuple[int, ...]
 
 
-def find_culprit(road: Road, source: FeatureSource, batches: Sequence[MicroBatch], *, logits_bytes: int) -> Culprit:
-    """Compute a bad step again, part by part, until a value is not finite. Leaves no gradients behind."""
-    drafter = road.drafter
-    drafter.zero_grad(set_to_none=True)
-    road.begin()
+def find_culprit(learner: Learner, supply: Supply, batches: Sequence[MicroBatch], *, logits_bytes: int) -> Culprit:
+    """Compute a bad step again, part by part, until a value is not finite in any process. Leaves no gradients behind.
+
+    Every process must call it, and each comes to the same answer.
+    """
+    masters, processes = learner.masters, learner.masters.processes
+    masters.rest()
+    learner.road.begin(masters)
     try:
-        for batch in batches:
-            found = _in_batch(road, source, batch, logits_bytes)
+        for number, batch in enumerate(batches, start=1):
+            masters.micro_batch(last=number == len(batches))
+            found = _in_batch(learner, supply, batch, logits_bytes)
             if found is not None:
                 return found
-        norm = torch.nn.utils.get_total_norm([p.grad for p in drafter.parameters() if p.grad is not None])
-        rows = tuple(row for batch in batches for row in batch.rows.row_ids_B.tolist())
-        return Culprit(NOT_AGAIN if torch.isfinite(norm) else NORM_OVERFLOWS, rows)
+        masters.sum_gradients()
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in masters.drafter.parameters() if p.grad is not None]))
+        rows = [row for batch in batches for row in batch.rows.row_ids_B.tolist()]
+        return Culprit(NOT_AGAIN if torch.isfinite(norm) else NORM_OVERFLOWS,
+                       tuple(row for of_one in processes.gather(rows) for row in of_one))
     finally:
-        drafter.zero_grad(set_to_none=True)
+        masters.rest()
 
 
-def _in_batch(road: Road, source: FeatureSource, batch: MicroBatch, logits_bytes: int) -> Culprit | None:
-    """The first bad tensor of one micro-batch, in the order in which they are computed."""
-    features = source.features(batch.rows, road.drafter.norm.weight.device)
-    if not torch.isfinite(features.values_BSF).all():
-        return Culprit("the target's features", _bad_rows(features.values_BSF, batch))
-    hidden_BQD = road.hidden(source.target.embed, features.values_BSF, batch.rows, batch.blocks)
-    if not torch.isfinite(hidden_BQD).all():
-        return Culprit("the drafter's hidden states", _bad_rows(hidden_BQD, batch))
+def _in_batch(learner: Learner, supply: Supply, batch: MicroBatch, logits_bytes: int) -> Culprit | None:
+    """The first bad tensor of one micro-batch of each process, in the order in which they are computed."""
+    road, ends, processes = learner.road, learner.ends, learner.masters.processes
+    features = supply.again(batch.host_rows)
+    if found := _agreed(processes, "the target's features", features.values_BSF, batch):
+        return found
+    hidden_BQD = road.hidden(ends.embed, features.values_BSF, batch.rows, batch.blocks)
+    if found := _agreed(processes, "the drafter's hidden states", hidden_BQD, batch):
+        return found
     hidden_BQD.retain_grad()
-    loss_sum = frozen_head_loss(hidden_BQD, batch.blocks, source.target.head, budget_bytes=logits_bytes).loss_sum
+    loss_sum = frozen_head_loss(hidden_BQD, batch.blocks, ends.head, budget_bytes=logits_bytes).loss_sum
     loss_sum.backward()
-    road.collect()
+    road.collect(learner.masters)
     assert hidden_BQD.grad is not None
-    if not torch.isfinite(loss_sum) or not torch.isfinite(hidden_BQD.grad).all():
-        return Culprit("the loss", _bad_rows(hidden_BQD.grad, batch))
+    if found := _agreed(processes, "the loss", hidden_BQD.grad + 0 * loss_sum.detach(), batch):
+        return found
+    bad = None
     for name, parameter in reversed(list(road.drafter.named_parameters())):  # as the backward comes to them
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-            return Culprit(f"the gradient of {name}", tuple(batch.rows.row_ids_B.tolist()))
-    return None
+        if parameter.grad is not None and not torch.isfinite(whole(parameter.grad)).all():
+            bad = Culprit(f"the gradient of {name}", tuple(batch.rows.row_ids_B.tolist()))
+            break
+    return _first(processes, bad)
+
+
+def _agreed(processes: Processes, tensor: str, values_BXX: Tensor, batch: MicroBatch) -> Culprit | None:
+    """A culprit when a value is not finite in any process, with the rows of all that found one."""
+    healthy = bool(torch.isfinite(values_BXX).all())
+    return _first(processes, None if healthy else Culprit(tensor, _bad_rows(values_BXX, batch)))
+
+
+def _first(processes: Processes, mine: Culprit | None) -> Culprit | None:
+    """The first process's culprit, and the rows of all that found the same tensor."""
+    if not processes.any(mine is not None):
+        return None
+    found = [culprit for culprit in processes.gather(mine) if culprit is not None]
+    return Culprit(found[0].tensor, tuple(row for culprit in found if culprit.tensor == found[0].tensor for row in culprit.rows))
 
 
 def _bad_rows(values_BXX: Tensor, batch: MicroBatch) -> tuple[int, ...]:
@@ -74,8 +97,11 @@ def _bad_rows(values_BXX: Tensor, batch: MicroBatch) -> tuple[int, ...]:
     return tuple((rows[bad_B] if bad_B.any() else rows).tolist())
 
 
-def save_rows(path: Path, culprit: Culprit, batches: Sequence[MicroBatch]) -> None:
-    """Write the culprit's rows and their anchors to a safetensors file, to look at or to compute again."""
+def save_rows(path: Path, culprit: Culprit, batches: Sequence[MicroBatch], processes: Processes) -> None:
+    """Write the culprit's rows and their anchors to a safetensors file, to look at or to compute again.
+
+    Every process must call it, as each has its own rows; the first one writes.
+    """
     tensors: dict[str, Tensor] = {}
     for batch in batches:
         for b, row in enumerate(batch.rows.row_ids_B.tolist()):
@@ -83,4 +109,7 @@ def save_rows(path: Path, culprit: Culprit, batches: Sequence[MicroBatch]) -> No
                 of_row = {"input_ids": batch.rows.input_ids_BS, "document_ids": batch.rows.document_ids_BS,
                           "loss_mask": batch.rows.loss_mask_BS, "anchors": batch.blocks.anchors_BA, "keep": batch.blocks.keep_BA}
                 tensors |= {f"row-{row}/{name}": values[b].cpu().clone() for name, values in of_row.items()}
-    write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata={"first_bad_tensor": culprit.tensor}))
+    for others in processes.gather(tensors):
+        tensors |= others
+    if processes.leads:
+        write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata={"first_bad_tensor": culprit.tensor}))

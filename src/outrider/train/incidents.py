@@ -4,39 +4,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outrider.data.rows import RowError
 from outrider.errors import RunFailure
 from outrider.progress import say
-from outrider.records import StepReport, TokenRows
+from outrider.records import StepReport
 from outrider.train.culprit import find_culprit, save_rows
+from outrider.train.feed import row_ids
 from outrider.train.guards import leak_test_due, spike
 from outrider.train.leak import find_leak
 from outrider.train.start import Run
 from outrider.train.step import MicroBatch
 
 
-def read_rows(run: Run, row_ids: list[int]) -> TokenRows:
-    """These rows; one that cannot be read any more is left out from here on: padding stands in its place. Raises RowError when
-    there are more of them than `guards.max_bad_rows`."""
-    try:
-        parts = [run.rows.empty(row) if row in run.position.bad_rows else run.rows.batch([row]) for row in row_ids]
-        return TokenRows.joined(parts)
-    except RowError as error:
-        most = run.resolved.config.guards.max_bad_rows
-        bad_rows = (*run.position.bad_rows, error.row)
-        if len(bad_rows) > most:
-            raise RunFailure(f"{error} (guards.max_bad_rows = {most}: {len(bad_rows)} rows are bad)") from error
-        run.position = replace(run.position, bad_rows=bad_rows)
-        run.metrics.event(run.position.step + 1, "bad row", row=error.row, reason=str(error))
-        say(f"left out from here on: {error}")
-        return read_rows(run, row_ids)
-
-
 def skip(run: Run, step: int, batches: Sequence[MicroBatch]) -> None:
     """A step whose gradient was not finite: nothing has moved and nothing will. Raises RunFailure after too many in a row."""
-    culprit = find_culprit(run.road, run.source, batches, logits_bytes=logits_bytes(run))
+    culprit = find_culprit(run.learner, run.relay, batches, logits_bytes=logits_bytes(run))
     place = run.folder / "bad_steps" / f"step-{step + 1:08d}.safetensors"
-    save_rows(place, culprit, batches)
+    save_rows(place, culprit, batches, run.processes)
     run.position = replace(
         run.position, step=step + 1, seconds=round(time.monotonic() - run.clock_zero, 3),
         bad_steps=run.position.bad_steps + 1, bad_in_row=run.position.bad_in_row + 1,
@@ -56,14 +39,14 @@ def look_at(run: Run, report: StepReport, before: list[float], batches: Sequence
     guards, step = run.resolved.config.guards, report.step
     usual = spike(report.loss, before, factor=guards.loss_spike)
     if usual is not None:
-        rows = [row for batch in batches for row in batch.rows.row_ids_B.tolist()]
+        rows = row_ids(run, step - 1)
         run.metrics.event(step, "loss spike", to=report.loss, median=usual, rows=rows)
         say(f"step {step}: the loss is {report.loss:.3f}, the median before it {usual:.3f} (guards.loss_spike), rows "
             f"{', '.join(map(str, rows))}")
     if not leak_test_due(report.slot_accuracy, too_good=guards.too_good, step=step, tested_at=run.position.leak_tested):
         return
     run.position = replace(run.position, leak_tested=step)
-    leak = find_leak(run.road, run.source, batches[0], logits_bytes=logits_bytes(run))
+    leak = find_leak(run.learner, run.relay, batches[0], logits_bytes=logits_bytes(run))
     mean = sum(report.slot_accuracy) / len(report.slot_accuracy)
     if leak is not None:
         raise RunFailure(f"step {step}: {mean:.0%} of the slots are right (guards.too_good) because blocks see what they must "

@@ -1,6 +1,8 @@
 """Takes a run's state now and then, gives checkpoints written in the background and kept by policy; knows nothing of steps.
 
 Saving costs the loop one copy to the host (its memory is held between checkpoints); disk and checksums are another thread's.
+Of several processes the first one writes. Masters that are shared out come together in its host memory, a tensor at a time, so
+that a checkpoint is the same whatever number of processes wrote it.
 """
 
 import shutil
@@ -27,6 +29,8 @@ from outrider.train.checkpoint import (
     read_position,
     write_checkpoint,
 )
+from outrider.train.masters import whole
+from outrider.train.processes import Processes
 from outrider.train.rng import rng_state
 
 QUIET_S = 5.0  # a longer wait for the disk is said
@@ -35,8 +39,10 @@ QUIET_S = 5.0  # a longer wait for the disk is said
 class Keeper:
     """Writes checkpoints of one run, one at a time. Use as a context manager: the last one is waited for at the end."""
 
-    def __init__(self, run_folder: Path, policy: CheckpointConfig, origin: Origin, last: Position) -> None:
-        self.run_folder, self.policy, self.origin = run_folder, policy, origin
+    def __init__(
+        self, run_folder: Path, policy: CheckpointConfig, origin: Origin, last: Position, processes: Processes
+    ) -> None:
+        self.run_folder, self.policy, self.origin, self.processes = run_folder, policy, origin, processes
         self.last = last  # the newest position that is saved, or where the run began
         self.copy_seconds = self.write_seconds = 0.0  # of the newest one
         self._saved_at = time.monotonic()
@@ -67,8 +73,12 @@ class Keeper:
                 or (minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes))
 
     def save(self, drafter: Drafter, optimizer: torch.optim.Optimizer, position: Position) -> None:
-        """Copy the state to the host and have it written. Waits for the one before, and raises what that one met."""
+        """Copy the state to the host and have it written. Waits for the one before, and raises what that one met.
+
+        Every process must call it.
+        """
         self.wait()
+        self.processes.meet()  # the first one may have waited for its disk, longer than others wait for a sum
         started = time.monotonic()
         snapshot = Snapshot(
             position, drafter=self._to_host("drafter", drafter.state_dict()),
@@ -78,7 +88,8 @@ class Keeper:
             torch.cuda.synchronize(drafter.norm.weight.device)
         self.copy_seconds = time.monotonic() - started
         self.last, self._saved_at = position, time.monotonic()
-        self._writing = self._thread.submit(self._write, snapshot)
+        if self.processes.leads:
+            self._writing = self._thread.submit(self._write, snapshot)
 
     def check(self) -> None:
         """Raise what the writer met, if it has; called once a step."""
@@ -97,12 +108,15 @@ class Keeper:
         writing.result()
 
     def _to_host(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """A copy of `tensors` in host memory, which is used again for the next one."""
+        """A copy of `tensors` in the first process's host memory, which is used again for the next one."""
         buffers = self._host[kind]
         for name, tensor in tensors.items():
+            everything = whole(tensor.detach())
+            if not self.processes.leads:
+                continue
             if name not in buffers:
-                buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            buffers[name].copy_(tensor.detach(), non_blocking=True)
+                buffers[name] = torch.empty(everything.shape, dtype=everything.dtype, pin_memory=everything.is_cuda)
+            buffers[name].copy_(everything, non_blocking=True)
         return buffers
 
     def _write(self, snapshot: Snapshot) -> None:

@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outrider.features.capture import FeatureSource
 from outrider.objective.frozen_head import frozen_head_loss
-from outrider.train.roads import Road
-from outrider.train.step import MicroBatch
+from outrider.train.step import Learner, MicroBatch, Supply
 
 CUTS = 4  # places in each row; each costs one forward
 NOISE = 10.0  # in standard deviations of the features
@@ -31,13 +29,24 @@ class Leak:
     loss_with_noise: float
 
 
-def find_leak(road: Road, source: FeatureSource, batch: MicroBatch, *, logits_bytes: int) -> Leak | None:
-    """None when nothing leaks. As many forwards as CUTS + 1, through the very road that trains, at its shapes."""
-    road.begin()
-    features_BSF = source.features(batch.rows, road.drafter.norm.weight.device).values_BSF
+def find_leak(learner: Learner, supply: Supply, batch: MicroBatch, *, logits_bytes: int) -> Leak | None:
+    """None when nothing leaks. As many forwards as CUTS + 1, through the very road that trains, at its shapes.
+
+    Of several processes each tests rows of its own; all of them give the first that was found.
+    """
+    try:
+        return _find(learner, supply, batch, logits_bytes)
+    finally:
+        learner.masters.rest()
+
+
+def _find(learner: Learner, supply: Supply, batch: MicroBatch, logits_bytes: int) -> Leak | None:
+    road, ends, processes = learner.road, learner.ends, learner.masters.processes
+    road.begin(learner.masters)
+    features_BSF = supply.again(batch.host_rows).values_BSF
 
     def hidden_of(values_BSF: Tensor) -> Tensor:
-        return road.hidden(source.target.embed, values_BSF, batch.rows, batch.blocks).detach()
+        return road.hidden(ends.embed, values_BSF, batch.rows, batch.blocks).detach()
 
     true_BQD = hidden_of(features_BSF)
     generator = torch.Generator(features_BSF.device).manual_seed(0)  # of its own: the run's numbers stay as they are
@@ -49,10 +58,11 @@ def find_leak(road: Road, source: FeatureSource, batch: MicroBatch, *, logits_by
         noisy_BSF = torch.where((place_S[None] >= cut_B[:, None])[..., None], noise_BSF, features_BSF)
         before_BA = batch.blocks.anchors_BA <= cut_B[:, None]
         blocks = replace(batch.blocks, weights_BAK=batch.blocks.weights_BAK * before_BA[..., None])
-        true, noisy = (float(frozen_head_loss(hidden, blocks, source.target.head, budget_bytes=logits_bytes).loss_sum)
+        true, noisy = (float(frozen_head_loss(hidden, blocks, ends.head, budget_bytes=logits_bytes).loss_sum)
                        for hidden in (true_BQD, hidden_of(noisy_BSF)))
-        if true != noisy:
-            return Leak(tuple(batch.rows.row_ids_B.tolist()), tuple(cut_B.tolist()), true, noisy)
+        mine = Leak(tuple(batch.rows.row_ids_B.tolist()), tuple(cut_B.tolist()), true, noisy) if true != noisy else None
+        if (found := processes.first(mine)) is not None:
+            return found
     return None
 
 

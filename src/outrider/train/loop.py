@@ -1,5 +1,6 @@
 """Takes a run file, gives a trained drafter, its checkpoints and metrics; the acceptance check comes as an argument."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,16 +11,20 @@ import torch
 from outrider.config import RunConfig
 from outrider.errors import UserError
 from outrider.features.target import Target
+from outrider.files import only_writer
 from outrider.model.drafter import Drafter
 from outrider.progress import ProgressBar, say
 from outrider.records import AcceptReport
 from outrider.train.checkpoint import list_checkpoints
-from outrider.train.incidents import logits_bytes, look_at, read_rows, skip
+from outrider.train.feed import agree_on_bad_rows, micro_batches, rows_after
+from outrider.train.incidents import logits_bytes, look_at, skip
+from outrider.train.masters import whole_drafter
 from outrider.train.meter import Stopwatch, as_metrics, as_note, report_step
 from outrider.train.optim import learning_rate_at
+from outrider.train.processes import Processes, join
 from outrider.train.signals import StopRequests
 from outrider.train.start import Run, start
-from outrider.train.step import MicroBatch, lay_out, run_step
+from outrider.train.step import run_step
 from outrider.train.watchdog import Watchdog
 
 AcceptanceCheck = Callable[[Target, Drafter], AcceptReport]
@@ -30,11 +35,23 @@ def train(config: RunConfig, *, check: AcceptanceCheck | None) -> dict[str, Any]
 
     A run that its folder holds already goes on from its newest checkpoint, exactly. `check` measures the real accepted length
     every `train.accept_every` steps and at the end. A stop signal or the end of `train.max_hours` ends it early, saved: `stopped`
-    then says why. Raises UserError before anything is written when the run cannot start.
+    then says why. Raises UserError before anything is written when the run cannot start. Where torchrun or srun started this
+    process it takes part with the others, and only the first one writes, measures and speaks.
     """
+    with join(accelerator=config.train.device != "cpu", timeout_s=config.placement.timeout_s) as processes:
+        return take_part(config, processes, check=check)
+
+
+def take_part(config: RunConfig, processes: Processes, *, check: AcceptanceCheck | None) -> dict[str, Any]:
+    """`train` in one of the processes that train together."""
+    with only_writer(config.train.folder) if processes.leads else contextlib.nullcontext():
+        return _train(config, processes, check)
+
+
+def _train(config: RunConfig, processes: Processes, check: AcceptanceCheck | None) -> dict[str, Any]:
     began = time.monotonic()
-    run = start(config)
-    with (run.keeper, Watchdog(run.folder, minutes=config.guards.stuck_minutes) as watchdog,
+    run = start(config, processes)
+    with (run.keeper, Watchdog(run.folder, minutes=config.guards.stuck_minutes, rank=processes.rank) as watchdog,
           StopRequests(began=began, max_hours=config.train.max_hours) as stops,
           ProgressBar("train", total=run.steps, unit="steps") as bar):
         bar.skip(run.position.step)
@@ -61,13 +78,14 @@ def _iterate(
     while True:
         watchdog.alive()
         run.keeper.check()
-        # The one place where a stop is asked for, once a step, before anything of the next: processes can agree on it here.
+        # The one place where a stop is asked for, once a step, before anything of the next: all processes stop at the same one
         stopped = stops.reason(needed_s=slowest_s + run.keeper.copy_seconds + run.keeper.write_seconds)
-        stopped = stopped or (run.disk.short() if run.position.step < run.steps else None)
+        stopped = run.processes.first(stopped or (run.disk.short() if run.position.step < run.steps else None))
         if check and not stopped and _measurement_due(run):
             _measure(run, check)
             watchdog.alive()
-        if run.keeper.due(run.position, total=run.steps) or (stopped and run.position.step > run.keeper.last.step):
+        due = run.processes.any(run.keeper.due(run.position, total=run.steps))
+        if due or (stopped and run.position.step > run.keeper.last.step):
             _save(run)
         if stopped or run.position.step == run.steps:
             return stopped
@@ -79,15 +97,15 @@ def _iterate(
 def _one_step(run: Run, step: int, bar: ProgressBar) -> None:
     config, watch = run.resolved.config, Stopwatch()
     with watch("data"):
-        batches = [_micro_batch(run, step, m) for m in range(config.train.accumulation)]
+        known_bad = run.position.bad_rows
+        batches, coming = micro_batches(run, step), rows_after(run, step)
+        agree_on_bad_rows(run, before=known_bad)
     rate = learning_rate_at(step, run.steps, config.optimizer)
-    for group in run.optimizer.param_groups:
+    for group in run.learner.optimizer.param_groups:
         group["lr"] = rate
     try:
-        terms, norm = run_step(
-            run.road, run.source, run.optimizer, batches, clip_norm=config.optimizer.clip_norm,
-            logits_bytes=logits_bytes(run), watch=watch,
-        )
+        sums = run_step(run.learner, run.relay, batches, coming, clip_norm=config.optimizer.clip_norm,
+                        logits_bytes=logits_bytes(run), watch=watch)
     except FloatingPointError:
         skip(run, step, batches)
         bar.advance(1)
@@ -97,24 +115,13 @@ def _one_step(run: Run, step: int, bar: ProgressBar) -> None:
         bar.advance(1)
         return
     report = report_step(
-        terms, step=step + 1, gradient_norm=float(norm), learning_rate=rate,
-        anchors=sum(int(batch.blocks.keep_BA.sum()) for batch in batches), eligible=sum(batch.eligible for batch in batches),
-        seconds=watch.seconds,
+        sums.terms, step=step + 1, gradient_norm=float(sums.norm), learning_rate=rate, anchors=int(sums.anchors),
+        eligible=int(sums.eligible), seconds=watch.seconds,
     )
     before = list(run.metrics.losses)
     run.metrics.log(as_metrics(report))
     look_at(run, report, before, batches)
     bar.advance(1, note=as_note(report))
-
-
-def _micro_batch(run: Run, step: int, micro: int) -> MicroBatch:
-    """The rows of one micro-batch: the epochs' permutations end to end, so that the step number alone says which."""
-    settings = run.resolved.config.train
-    first = (step * settings.accumulation + micro) * settings.rows_per_batch
-    places = [divmod(index, len(run.rows)) for index in range(first, first + settings.rows_per_batch)]
-    orders = {epoch: run.rows.row_order(settings.seed, epoch) for epoch, _ in places}
-    rows = read_rows(run, [orders[epoch][at] for epoch, at in places])
-    return lay_out(rows, run.resolved, [epoch for epoch, _ in places], run.drafter.norm.weight.device)
 
 
 def _measurement_due(run: Run) -> bool:
@@ -123,7 +130,9 @@ def _measurement_due(run: Run) -> bool:
 
 
 def _measure(run: Run, check: AcceptanceCheck) -> None:
-    step, report = run.position.step, check(run.source.target, run.drafter)
+    run.relay.settle()
+    drafter, step = whole_drafter(run.drafter, run.source.target.device), run.position.step
+    report = run.processes.from_first(lambda: check(run.source.target, drafter))
     run.metrics.log({"step": step, "tau": round(report.tau, 4), "acceptance_by_slot": report.acceptance_by_slot,
                      "tokens": report.tokens, "forwards": report.forwards, "seconds": round(report.seconds, 2)})
     say(f"step {step}: real accepted length tau {report.tau:.3f} on held-out prompts ({report.tokens} tokens, greedy)")
@@ -132,7 +141,7 @@ def _measure(run: Run, check: AcceptanceCheck) -> None:
 
 def _save(run: Run) -> None:
     run.metrics.sync()
-    run.keeper.save(run.drafter, run.optimizer, replace(run.position, metrics_bytes=run.metrics.size))
+    run.keeper.save(run.drafter, run.learner.optimizer, replace(run.position, metrics_bytes=run.metrics.size))
 
 
 def peak_bytes() -> int:

@@ -15,34 +15,43 @@ METRICS_NAME = "metrics.jsonl"
 
 
 class Metrics:
-    """Appends to the run's metrics.jsonl from `at_bytes` on: what lies beyond is of steps that will be made again, and is cut."""
+    """Appends to the run's metrics.jsonl from `at_bytes` on: what lies beyond is of steps that will be made again, and is cut.
 
-    def __init__(self, run_folder: Path, tracker: str | None, *, at_bytes: int, at_step: int) -> None:
-        self.path = run_folder / METRICS_NAME
+    Of several processes one `writes`; in the others lines go nowhere.
+    """
+
+    def __init__(self, run_folder: Path, tracker: str | None, *, at_bytes: int, at_step: int, writes: bool) -> None:
+        self.path, self.writes = run_folder / METRICS_NAME, writes
+        self.losses: deque[float] = deque(maxlen=LOSSES_KEPT)  # the newest logged
+        self.tracker = open_tracker(tracker if writes else None, run_folder, first_step=at_step)
+        if not writes:
+            return
         with explain_os_errors(self.path), self.path.open("ab") as handle:
             if handle.tell() < at_bytes:
                 say(f"{self.path}: has {handle.tell()} bytes where the checkpoint counted {at_bytes}: some lines were lost")
             handle.truncate(min(handle.tell(), at_bytes))
-        self.tracker = open_tracker(tracker, run_folder, first_step=at_step)
-        self.losses = deque(self._read_losses(), maxlen=LOSSES_KEPT)  # the newest logged
+        self.losses.extend(self._read_losses())
 
     @property
     def size(self) -> int:
         """Bytes of whole lines so far."""
-        return self.path.stat().st_size
+        return self.path.stat().st_size if self.writes else 0
 
     def log(self, line: dict[str, Any]) -> None:
         """Add one line. Raises UserError when the disk refuses."""
         if "loss" in line:
             self.losses.append(line["loss"])
+        if not self.writes:
+            return
         self.tracker.log(line)
         with explain_os_errors(self.path), self.path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(line) + "\n")
 
     def sync(self) -> None:
         """All lines are on the disk: a checkpoint that counts them must not come before them."""
-        with explain_os_errors(self.path), self.path.open("rb") as handle:
-            os.fsync(handle.fileno())
+        if self.writes:
+            with explain_os_errors(self.path), self.path.open("rb") as handle:
+                os.fsync(handle.fileno())
 
     def event(self, step: int, event: str, **facts: Any) -> None:
         """Add a line on something odd: `{"step": ..., "event": ..., ...}`. Its facts have no key that a step's line has."""

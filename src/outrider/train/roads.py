@@ -19,6 +19,7 @@ from outrider.model.fused_attention import attention_for
 from outrider.model.fused_drafter import fused_copy
 from outrider.progress import say
 from outrider.records import DraftBlocks, TokenRows
+from outrider.train.masters import Masters
 from outrider.train.selftest import check_fused_attention, windows_of
 
 Embed = Callable[[Tensor], Tensor]  # token ids [...] to the target's embeddings [..., D]
@@ -29,14 +30,14 @@ class Road(Protocol):
 
     drafter: Drafter
 
-    def begin(self) -> None:
-        """Before the first micro-batch of a step: see the parameters' present values."""
+    def begin(self, masters: Masters) -> None:
+        """Before the first micro-batch of a step: see the masters' present values."""
 
     def hidden(self, embed: Embed, features_BSF: Tensor, rows: TokenRows, blocks: DraftBlocks) -> Tensor:
         """Final hidden states `[B, Q, D]`, with a graph; those of slot 0 may be anything, nothing learns from them."""
 
-    def collect(self) -> None:
-        """After each micro-batch's backward: its gradient is added to the parameters' `.grad`."""
+    def collect(self, masters: Masters) -> None:
+        """After each micro-batch's backward: its gradient is handed to the masters."""
 
 
 class DenseRoad:
@@ -45,7 +46,7 @@ class DenseRoad:
     def __init__(self, drafter: Drafter, *, dtype: torch.dtype) -> None:
         self.drafter, self.dtype = drafter, dtype
 
-    def begin(self) -> None:
+    def begin(self, masters: Masters) -> None:
         pass
 
     def hidden(self, embed: Embed, features_BSF: Tensor, rows: TokenRows, blocks: DraftBlocks) -> Tensor:
@@ -56,8 +57,8 @@ class DenseRoad:
                 blocks.positions_BAK.flatten(1), rows.positions_BS, masks,
             )
 
-    def collect(self) -> None:
-        pass
+    def collect(self, masters: Masters) -> None:
+        pass  # autograd's leaves are the masters themselves
 
 
 class FusedRoad:
@@ -81,8 +82,8 @@ class FusedRoad:
         self._compiled_for: set[tuple[int, ...]] = set()
         self._forward_compiled: float | None = None
 
-    def begin(self) -> None:
-        self.fused.take_weights(self.drafter)
+    def begin(self, masters: Masters) -> None:
+        masters.lend(self.fused)
 
     def hidden(self, embed: Embed, features_BSF: Tensor, rows: TokenRows, blocks: DraftBlocks) -> Tensor:
         shape = self.drafter.shape
@@ -106,11 +107,12 @@ class FusedRoad:
         say(f"compiled the drafter's forward in {self._forward_compiled - began:.1f} s")
         return hidden_BQD
 
-    def collect(self) -> None:
+    def collect(self, masters: Masters) -> None:
         if self._forward_compiled is not None:  # the backward compiles inside autograd, on the host, before this line
             say(f"compiled the drafter's backward in {time.perf_counter() - self._forward_compiled:.1f} s, loss included")
             self._forward_compiled = None
-        self.fused.give_gradients(self.drafter)
+            masters.processes.meet()  # another process may still compile, longer than a sum may wait
+        masters.take_gradients(self.fused)
 
 
 def open_road(drafter: Drafter, settings: TrainConfig) -> Road:

@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,118 +18,171 @@ from outrider.features.capture import FeatureSource
 from outrider.features.facts import read_facts
 from outrider.features.source import Order, Provenance, open_source
 from outrider.features.target import (
-    Target,
+    Ends,
     embedding_scale,
+    load_ends,
     load_tokenizer,
     read_stop_ids,
     target_digest,
 )
-from outrider.files import explain_os_errors, write_atomic
+from outrider.files import digest, explain_os_errors, write_atomic
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter, count_parameters, initialise
 from outrider.model.published import to_config
 from outrider.progress import say
+from outrider.records import TokenRows
 from outrider.train.checkpoint import Origin, Position, load_checkpoint, newest_sound, read_state
 from outrider.train.guards import DiskWatch
 from outrider.train.keeper import Keeper
+from outrider.train.masters import open_masters
 from outrider.train.metrics import METRICS_NAME, Metrics
 from outrider.train.optim import build_optimizer
+from outrider.train.placement import Devices, Relay, find_devices, open_relay
+from outrider.train.processes import Processes
 from outrider.train.resolve import Resolved, resolve
 from outrider.train.rng import seed_rng
 from outrider.train.roads import Road, open_road
+from outrider.train.step import Learner
 
 RESOLVED_NAME = "resolved.toml"
 FEATURES_NAME = "features"
 STATE_BYTES = 12  # a parameter in a checkpoint: its fp32 master and two fp32 moments
 FREE_TO_CHANGE = {"train.folder", "train.log_every", "train.tracker", "train.max_hours", "train.accept_every",
                   "train.accept_prompts", "train.accept_tokens", "features.kernel_cache", "features.require_fast_kernels"}
-FREE_SECTIONS = {"checkpoint", "guards"}
+FREE_SECTIONS = {"checkpoint", "guards", "placement"}
 
 
 @dataclass
 class Run:
-    """Everything one training run holds while it lasts; `position` says how far it is, `clock_zero` when it would have begun
-    had it never been interrupted (time.monotonic)."""
+    """Everything one process of a training run holds while it lasts; `position` says how far the run is, `clock_zero` when it
+    would have begun had it never been interrupted (time.monotonic). `read`: rows read ahead, by step and micro-batch."""
 
     resolved: Resolved
     rows: PreparedRows
-    source: FeatureSource
-    road: Road
-    optimizer: torch.optim.AdamW
+    relay: Relay
+    learner: Learner
+    processes: Processes
     steps: int
     position: Position
     metrics: Metrics
     keeper: Keeper
     disk: DiskWatch
     clock_zero: float
+    read: dict[tuple[int, int], TokenRows] = field(default_factory=dict)
+
+    @property
+    def road(self) -> Road:
+        return self.learner.road
+
+    @property
+    def source(self) -> FeatureSource:
+        """The first of the relay's: where the target can answer, it is this one's."""
+        return self.relay.sources[0]
 
     @property
     def drafter(self) -> Drafter:
         return self.road.drafter
 
     @property
+    def device(self) -> torch.device:
+        return self.relay.learn
+
+    @property
     def folder(self) -> Path:
         return self.resolved.config.train.folder
 
 
-def start(config: RunConfig) -> Run:
+def start(config: RunConfig, processes: Processes) -> Run:
     """Load, check and print everything a run needs, go to its newest checkpoint, and write the resolved run file.
 
-    Raises UserError, with nothing written, when the run cannot start or is not the one that its folder holds.
+    Raises UserError, with nothing written, when the run cannot start or is not the one that its folder holds. Every process must
+    call it; the first one looks at the disk for all.
     """
     resolved = resolve(config, read_facts(config.target.path))
     settings = resolved.config.train
-    checkpoint = newest_sound(settings.folder)
+    devices = find_devices(settings.device, config.placement, processes.place)
+    checkpoint = processes.from_first(lambda: newest_sound(settings.folder))
     _check_folder(resolved, checkpoint)
     rows = load_rows(config.data.rows)
     _check_data(resolved, rows)
-    device = _device(settings.device)
-    inputs = {"data.rows": read_info(config.data.rows)["rows_sha256"], "target.path": target_digest(config.target.path)}
+    _check_share(config, processes)
+    inputs = {"data.rows": read_info(config.data.rows)["rows_sha256"],
+              "target.path": processes.from_first(lambda: target_digest(config.target.path))}
     _check_inputs(checkpoint, inputs)
-    last = None if config.data.heldout is not None else resolved.shape.target_layer_ids[-1]  # the acceptance check needs it whole
-    order = Order(config.target.path, config.target.dtype, settings.device, resolved.shape.target_layer_ids, last)
     provenance = Provenance(inputs["target.path"], inputs["data.rows"], len(rows), settings.folder / FEATURES_NAME)
-    source = open_source(order, config.features, rows.batch([0]), provenance)
-    target = source.target
-    drafter = build_drafter(resolved, target).to(device)
-    optimizer = build_optimizer(drafter, config.optimizer)
-    road = open_road(drafter, settings)
+    answers = config.data.heldout is not None and processes.leads
+    sources, ends = _open_sources(resolved, devices, provenance, rows.batch([0]), answers=answers)
+    relay = open_relay(sources, devices, config.placement, meeting=digest(str(settings.folder.resolve()))[:16], trace=None)
+    learner = _build_learner(resolved, ends, devices.learn, processes)
     if checkpoint is None:
         position = Position()
         seed_rng(settings.seed)
     else:
-        position = load_checkpoint(checkpoint, drafter, optimizer)
+        position = load_checkpoint(checkpoint, learner.road.drafter, learner.optimizer)
         say(f"going on from {checkpoint}, {position.step} steps done")
     per_step = settings.rows_per_batch * settings.accumulation
     steps = settings.steps or -(-settings.epochs * len(rows) // per_step)
     disk = DiskWatch(settings.folder, checkpoint_bytes=STATE_BYTES * count_parameters(resolved.shape),
                      min_free_gib=config.guards.min_free_gib)
-    if short := disk.short():
+    if short := processes.first(disk.short()):
         raise UserError(short)
-    with explain_os_errors(settings.folder):
-        settings.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(settings.folder / RESOLVED_NAME, lambda path: path.write_text(to_toml(resolved.config), encoding="utf-8"))
-    metrics = Metrics(settings.folder, settings.tracker, at_bytes=position.metrics_bytes, at_step=position.step)
-    keeper = Keeper(settings.folder, resolved.config.checkpoint, _origin(resolved, target, inputs), position)
-    run = Run(resolved, rows, source, road, optimizer, steps, position, metrics, keeper, disk,
+    if processes.leads:
+        _write_resolved(resolved)
+    metrics = Metrics(settings.folder, settings.tracker, at_bytes=position.metrics_bytes, at_step=position.step,
+                      writes=processes.leads)
+    keeper = Keeper(settings.folder, resolved.config.checkpoint, _origin(resolved, ends, inputs), position, processes)
+    run = Run(resolved, rows, relay, learner, processes, steps, position, metrics, keeper, disk,
               time.monotonic() - position.seconds)
     _announce(run)
+    processes.meet()  # one may still load, longer than the others wait for a sum
     return run
 
 
-def build_drafter(resolved: Resolved, target: Target) -> Drafter:
+def _open_sources(
+    resolved: Resolved, devices: Devices, provenance: Provenance, first_row: TokenRows, *, answers: bool
+) -> tuple[list[FeatureSource], Ends]:
+    """A target on each capture device, and its ends on the learning one. The first target is whole when it `answers`, as the
+    acceptance check wants."""
+    config, layer_ids = resolved.config, resolved.shape.target_layer_ids
+    path, dtype, colocated = config.target.path, config.target.dtype, not devices.capture
+    sources = []
+    for number, device in enumerate(devices.capture or (devices.learn,)):
+        whole = answers and number == 0
+        order = Order(path, dtype, str(device), layer_ids, None if whole else layer_ids[-1])
+        sources.append(open_source(order, config.features, first_row, provenance))
+        if not whole and not colocated:
+            sources[-1].target.drop_head()
+    ends = sources[0].target.ends if colocated else load_ends(path, dtype=dtype, device=str(devices.learn))
+    return sources, ends
+
+
+def _build_learner(resolved: Resolved, ends: Ends, device: torch.device, processes: Processes) -> Learner:
+    drafter = build_drafter(resolved, ends).to(device)
+    road = open_road(drafter, resolved.config.train)
+    masters = open_masters(drafter, processes, resolved.config.placement.sharding)  # may replace the drafter's parameters
+    return Learner(road, masters, ends, build_optimizer(drafter, resolved.config.optimizer))
+
+
+def _write_resolved(resolved: Resolved) -> None:
+    folder = resolved.config.train.folder
+    with explain_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / RESOLVED_NAME, lambda path: path.write_text(to_toml(resolved.config), encoding="utf-8"))
+
+
+def build_drafter(resolved: Resolved, ends: Ends) -> Drafter:
     """A drafter from scratch, at the scale of the target's head."""
     drafter = Drafter(resolved.shape, dense_attention)
-    head_scale = float(target.head.weight_VD.float().norm(dim=1).mean())
+    head_scale = float(ends.head.weight_VD.float().norm(dim=1).mean())
     initialise(drafter, seed=resolved.config.train.seed, head_scale=head_scale)
     return drafter
 
 
-def _origin(resolved: Resolved, target: Target, inputs: dict[str, str]) -> Origin:
+def _origin(resolved: Resolved, ends: Ends, inputs: dict[str, str]) -> Origin:
     config = resolved.config
-    scale = embedding_scale(target.ends.embedding, where=config.target.path)
+    scale = embedding_scale(ends.embedding, where=config.target.path)
     return Origin(
-        drafter_config=to_config(resolved.shape, embedding_scale=scale, softcap=target.facts.softcap,
+        drafter_config=to_config(resolved.shape, embedding_scale=scale, softcap=ends.head.softcap,
                                  dtype=config.train.precision),
         target=config.target.path, inputs=inputs, config=config.model_dump(mode="json"), versions=_versions(),
         git_commit=_git_commit(config.train.folder),
@@ -203,17 +256,11 @@ def _check_data(resolved: Resolved, rows: PreparedRows) -> None:
         raise UserError(f"drafter.mask_token_id = {mask}: occurs in the data: choose an id that never occurs in text")
 
 
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"train.device = {name!r}: not a device: use 'cpu' or 'cuda'") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"train.device = {name!r}: not supported: use 'cpu' or 'cuda'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"train.device = {name!r}: {torch.cuda.device_count()} CUDA devices were found here: use one of them, or "
-                        "'cpu'")
-    return device
+def _check_share(config: RunConfig, processes: Processes) -> None:
+    if config.train.accumulation < processes.count:
+        raise UserError(f"train.accumulation = {config.train.accumulation}: the micro-batches of a step are shared out over the "
+                        f"processes, and there are {processes.count} of those: set it to at least {processes.count}, or start "
+                        "fewer")
 
 
 def _announce(run: Run) -> None:
@@ -224,3 +271,8 @@ def _announce(run: Run) -> None:
     say(f"drafter: {count_parameters(run.resolved.shape) / 1e6:.1f} M parameters; {len(run.rows)} rows of {run.rows.row_length} "
         f"tokens; {run.steps} steps of up to {per_step} x {layout.anchors} blocks; free disk "
         f"{run.disk.free_bytes / 2**30:.0f} GiB")
+    placement = run.resolved.config.placement
+    if run.processes.count > 1 or placement.capture_cards:
+        target = f"its target on {placement.capture_cards} more" if placement.capture_cards else "its target beside the drafter"
+        say(f"placement: {run.processes.count} process(es) of one {run.device.type} device each, {target}; masters: "
+            f"{placement.sharding if run.processes.count > 1 else 'whole'}")

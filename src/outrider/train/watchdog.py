@@ -25,8 +25,9 @@ class Watchdog:
     holds the interpreter's lock, under which no Python thread runs; the thread puts that timer off as long as it runs itself.
     """
 
-    def __init__(self, folder: Path, *, minutes: float, end: Callable[[], None] = end_process) -> None:
-        self._path, self._limit_s, self._end = folder / STUCK_NAME, 60 * minutes, end
+    def __init__(self, folder: Path, *, minutes: float, rank: int = 0, end: Callable[[], None] = end_process) -> None:
+        """`rank`: of this process among several; each writes a file of its own."""
+        self._path, self._limit_s, self._end = folder / (f"stuck-{rank}.txt" if rank else STUCK_NAME), 60 * minutes, end
         self._alive = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
