@@ -145,7 +145,18 @@ def train(
 
     config = load_run(run, settings or ())
     check = acceptance_check(config)
-    return start(config, check=check)
+    return start(config, check=check, initial=initial_drafter(config))
+
+
+def initial_drafter(config: Any) -> Any:
+    """What opens the drafter that a fresh run begins from, or None when the run begins from scratch."""
+    from outrider.train.initial import Initial
+    from outrider.weights.opening import open_drafter, read_target_digest
+
+    path = config.train.init_from
+    if path is None:
+        return None
+    return lambda: Initial(open_drafter(path, dtype="float32", device="cpu"), read_target_digest(path))
 
 
 def acceptance_check(config: Any) -> Any:

@@ -110,6 +110,8 @@ class TrainConfig(Section):
     """One optimizer step takes `rows_per_batch * accumulation` rows, over all processes: their number changes the time of a step,
     never what it learns. `steps` overrides `epochs` when given.
 
+    `init_from`: a fresh run begins from this drafter (a published folder of either format, a checkpoint or a run) instead of from
+    scratch, with a new optimizer; it must fit the run in every size, and once the run has a checkpoint it is not opened again.
     `attention`: "dense" is the reference on any device, "fused" the compiled road on a CUDA device; derived from `device` when
     left out. `activation_budget`: on the fused road, the share of activations kept for the backward, the rest made again.
     `accept_every`: steps between measurements of the real accepted length on `data.heldout`, greedy, `accept_prompts` prompts of
@@ -118,6 +120,7 @@ class TrainConfig(Section):
     """
 
     folder: Place
+    init_from: Place | None = None
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
     device: str = "cpu"
     attention: Literal["dense", "fused"] | None = None

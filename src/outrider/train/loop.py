@@ -18,6 +18,7 @@ from outrider.records import AcceptReport
 from outrider.train.checkpoint import list_checkpoints
 from outrider.train.feed import agree_on_bad_rows, micro_batches, rows_after
 from outrider.train.incidents import logits_bytes, look_at, skip
+from outrider.train.initial import OpenInitial
 from outrider.train.masters import whole_drafter
 from outrider.train.meter import Stopwatch, as_metrics, as_note, report_step
 from outrider.train.optim import learning_rate_at
@@ -30,27 +31,32 @@ from outrider.train.watchdog import Watchdog
 AcceptanceCheck = Callable[[Target, Drafter], AcceptReport]
 
 
-def train(config: RunConfig, *, check: AcceptanceCheck | None) -> dict[str, Any]:
+def train(config: RunConfig, *, check: AcceptanceCheck | None, initial: OpenInitial | None = None) -> dict[str, Any]:
     """Train a drafter as `config` says; returns the keys of `outrider train --json`.
 
     A run that its folder holds already goes on from its newest checkpoint, exactly. `check` measures the real accepted length
-    every `train.accept_every` steps and at the end. A stop signal or the end of `train.max_hours` ends it early, saved: `stopped`
-    then says why. Raises UserError before anything is written when the run cannot start. Where torchrun or srun started this
+    every `train.accept_every` steps and at the end. `initial` opens the drafter of `train.init_from`, if the run has one. A stop
+    signal or the end of `train.max_hours` ends it early, saved: `stopped` then says why. Raises UserError before anything is
+    written when the run cannot start. Where torchrun or srun started this
     process it takes part with the others, and only the first one writes, measures and speaks.
     """
     with join(accelerator=config.train.device != "cpu", timeout_s=config.placement.timeout_s) as processes:
-        return take_part(config, processes, check=check)
+        return take_part(config, processes, check=check, initial=initial)
 
 
-def take_part(config: RunConfig, processes: Processes, *, check: AcceptanceCheck | None) -> dict[str, Any]:
+def take_part(
+    config: RunConfig, processes: Processes, *, check: AcceptanceCheck | None, initial: OpenInitial | None = None
+) -> dict[str, Any]:
     """`train` in one of the processes that train together."""
     with only_writer(config.train.folder) if processes.leads else contextlib.nullcontext():
-        return _train(config, processes, check)
+        return _train(config, processes, check, initial)
 
 
-def _train(config: RunConfig, processes: Processes, check: AcceptanceCheck | None) -> dict[str, Any]:
+def _train(
+    config: RunConfig, processes: Processes, check: AcceptanceCheck | None, initial: OpenInitial | None
+) -> dict[str, Any]:
     began = time.monotonic()
-    run = start(config, processes)
+    run = start(config, processes, initial)
     with (run.keeper, Watchdog(run.folder, minutes=config.guards.stuck_minutes, rank=processes.rank) as watchdog,
           StopRequests(began=began, max_hours=config.train.max_hours) as stops,
           ProgressBar("train", total=run.steps, unit="steps") as bar):

@@ -33,6 +33,7 @@ from outrider.progress import say
 from outrider.records import TokenRows
 from outrider.train.checkpoint import Origin, Position, load_checkpoint, newest_sound, read_state
 from outrider.train.guards import DiskWatch
+from outrider.train.initial import OpenInitial, check_initial
 from outrider.train.keeper import Keeper
 from outrider.train.masters import open_masters
 from outrider.train.metrics import METRICS_NAME, Metrics
@@ -92,9 +93,10 @@ class Run:
         return self.resolved.config.train.folder
 
 
-def start(config: RunConfig, processes: Processes) -> Run:
+def start(config: RunConfig, processes: Processes, initial: OpenInitial | None) -> Run:
     """Load, check and print everything a run needs, go to its newest checkpoint, and write the resolved run file.
 
+    A fresh run begins from the drafter that `initial` opens, or from scratch; one with a checkpoint does not open it.
     Raises UserError, with nothing written, when the run cannot start or is not the one that its folder holds. Every process must
     call it; the first one looks at the disk for all.
     """
@@ -109,11 +111,12 @@ def start(config: RunConfig, processes: Processes) -> Run:
     inputs = {"data.rows": read_info(config.data.rows)["rows_sha256"],
               "target.path": processes.from_first(lambda: target_digest(config.target.path))}
     _check_inputs(checkpoint, inputs)
+    begun = None if checkpoint is not None else _begin(resolved, initial, inputs["target.path"])
     provenance = Provenance(inputs["target.path"], inputs["data.rows"], len(rows), settings.folder / FEATURES_NAME)
     answers = config.data.heldout is not None and processes.leads
     sources, ends = _open_sources(resolved, devices, provenance, rows.batch([0]), answers=answers)
     relay = open_relay(sources, devices, config.placement, meeting=digest(str(settings.folder.resolve()))[:16], trace=None)
-    learner = _build_learner(resolved, ends, devices.learn, processes)
+    learner = _build_learner(begun or build_drafter(resolved, ends), resolved, ends, devices.learn, processes)
     if checkpoint is None:
         position = Position()
         seed_rng(settings.seed)
@@ -156,8 +159,21 @@ def _open_sources(
     return sources, ends
 
 
-def _build_learner(resolved: Resolved, ends: Ends, device: torch.device, processes: Processes) -> Learner:
-    drafter = build_drafter(resolved, ends).to(device)
+def _begin(resolved: Resolved, initial: OpenInitial | None, target: str) -> Drafter | None:
+    """The drafter of `train.init_from`, checked against the run; None where the run begins from scratch."""
+    assert (initial is None) == (resolved.config.train.init_from is None)
+    if initial is None:
+        return None
+    found = initial()
+    check_initial(found, resolved, target)
+    say(f"beginning from the drafter of {resolved.config.train.init_from}")
+    return found.drafter.requires_grad_(True).train()
+
+
+def _build_learner(
+    drafter: Drafter, resolved: Resolved, ends: Ends, device: torch.device, processes: Processes
+) -> Learner:
+    drafter = drafter.to(device)
     road = open_road(drafter, resolved.config.train)
     masters = open_masters(drafter, processes, resolved.config.placement.sharding)  # may replace the drafter's parameters
     return Learner(road, masters, ends, build_optimizer(drafter, resolved.config.optimizer))

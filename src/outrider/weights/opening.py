@@ -8,14 +8,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.errors import UserError
-from outrider.features.target import DTYPES
+from outrider.features.target import DTYPES, target_digest
 from outrider.files import read_json
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, from_config, tensor_shapes
 from outrider.records import DrafterShape
-from outrider.train.checkpoint import DRAFTER_FOLDER, STATE_NAME, list_checkpoints, verify_checkpoint
+from outrider.train.checkpoint import DRAFTER_FOLDER, STATE_NAME, list_checkpoints, read_state, verify_checkpoint
 from outrider.weights.speculators import is_speculators, to_published
+
+READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def open_drafter(path: Path, *, dtype: str, device: str) -> Drafter:
@@ -35,6 +37,19 @@ def open_drafter(path: Path, *, dtype: str, device: str) -> Drafter:
     drafter = Drafter(shape, dense_attention)
     drafter.load_state_dict(read_tensors(folder / WEIGHTS_NAME, shape))
     return drafter.to(torch.device(device), DTYPES[dtype]).eval().requires_grad_(False)
+
+
+def read_target_digest(path: Path) -> str | None:
+    """`features.target.target_digest` of the target that the drafter at `path` was trained on; None where nothing there says it.
+
+    A checkpoint holds it, the speculators format names the target's folder, the published format says only its sizes.
+    """
+    folder = find_drafter(path)
+    if (folder / STATE_NAME).is_file():
+        return str(read_state(folder)["inputs"]["target.path"])
+    config = read_json(folder / CONFIG_NAME, what="the drafter's config")
+    verifier = config["speculators_config"]["verifier"]["name_or_path"] if is_speculators(config) else None
+    return target_digest(verifier) if verifier is not None and Path(verifier).expanduser().is_dir() else None
 
 
 def find_drafter(path: Path) -> Path:
@@ -67,6 +82,9 @@ def read_tensors(path: Path, shape: DrafterShape) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != expected[name]:
             raise UserError(f"{path}: tensor '{name}' has shape {list(tensor.shape)}, the config asks for {list(expected[name])}")
+        if tensor.dtype not in READABLE:
+            raise UserError(f"{path}: tensor '{name}' is {str(tensor.dtype).removeprefix('torch.')}: drafters here hold float32, "
+                            "bfloat16 or float16, so a quantised one must be dequantised first")
         if not tensor.isfinite().all():
             raise UserError(f"{path}: tensor '{name}' holds values that are not finite: the drafter is damaged, use an "
                             "earlier checkpoint")
