@@ -14,6 +14,7 @@ from outrider import cli
 from outrider.errors import UserError
 from outrider.planner.gpus import CATALOGUE, parse_gpus, with_memory
 from outrider.planner.job import Job
+from outrider.planner.ledger import colocated
 from outrider.planner.plan import PLACEMENTS, make_plans, nearest_that_fits
 from outrider.show import show_plan
 
@@ -100,13 +101,16 @@ def test_stages_add_up_to_the_step() -> None:
 
 
 def test_the_nearest_setting_that_fits_is_named(born_from: Job) -> None:  # noqa: F811
-    card, unfused = with_memory([CATALOGUE["rtx-pro-6000"]], 160 * 2**30)[0], replace(born_from, road="unfused")
-    nearest = nearest_that_fits(unfused, card)
+    unfused = replace(born_from, road="unfused")
+    nearest = nearest_that_fits(unfused, 160 * 2**30, ledger_of=colocated)
     assert nearest is not None
-    assert nearest.changes == {"layout.anchors": 256}
-    assert nearest.fits
+    changes, ledger = nearest
+    assert changes == {"layout.anchors": 256}
+    assert ledger.device_used_bytes <= 160 * 2**30
+    card = with_memory([CATALOGUE["rtx-pro-6000"]], 160 * 2**30)[0]
     assert not make_plans(unfused, [card], placements=("colocated",), vary=False)[0].fits
-    assert nearest_that_fits(born_from, CATALOGUE["rtx-4090"]) is None
+    assert nearest_that_fits(born_from, CATALOGUE["rtx-4090"].usable_bytes, ledger_of=colocated) is None
+    assert nearest_that_fits(born_from, CATALOGUE["h200"].usable_bytes, ledger_of=colocated) == ({}, colocated(born_from))
 
 
 def test_more_cards_are_never_slower_with_as_many_replicas(born_from: Job) -> None:  # noqa: F811

@@ -1,6 +1,6 @@
 """Takes a job and cards, gives the placements and settings that they allow, what each needs and how fast it is; runs nothing."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.errors import UserError
@@ -146,7 +146,12 @@ def _changes(job: Job) -> Iterator[tuple[dict[str, object], Job]]:
         anchors //= 2
 
 
-def nearest_that_fits(job: Job, gpu: Gpu) -> Plan | None:
-    """The job on one card with the least change that makes it fit, or None."""
-    given = _plan(PLACEMENTS[0], job, gpu, 0, {})
-    return given if given.fits else next(_that_fit(PLACEMENTS[0], job, gpu, 0), None)
+def nearest_that_fits(
+    job: Job, usable_bytes: int, *, ledger_of: Callable[[Job], DeviceLedger]
+) -> tuple[Mapping[str, object], DeviceLedger] | None:
+    """The least change with which a card of `usable_bytes` holds what `ledger_of` lays on it, and the ledger then; or None."""
+    for changes, changed in ({}, job), *_changes(job):
+        ledger = ledger_of(changed)
+        if ledger.device_used_bytes <= usable_bytes:
+            return changes, ledger
+    return None

@@ -8,6 +8,7 @@ from outrider.data.rows import read_info
 from outrider.errors import UserError
 from outrider.planner.gpus import Gpu
 from outrider.planner.job import SUPPOSITIONS, Job, job_of
+from outrider.planner.ledger import DeviceLedger
 from outrider.planner.lines import Line
 from outrider.planner.plan import PLACEMENTS, DevicePlan, Plan, make_plans
 from outrider.planner.target_shapes import read_target_shape
@@ -71,15 +72,15 @@ def verdict(plan: Plan) -> str:
         return (f"{named}: fits with {plan.headroom / GIB:.1f} GiB to spare, {plan.supervised_tokens_per_s:,.0f} supervised "
                 f"tokens/s ({plan.tokens_per_s:,.0f} row tokens/s)")
     fullest = min(plan.devices, key=lambda device: device.headroom)
-    line = telling_line(fullest)
+    line = telling_line(fullest.ledger)
     return (f"{named}: does not fit, {-plan.headroom / GIB:.1f} GiB too much on the {role_of(fullest)} card in "
             f"'{fullest.ledger.peak_phase}', most of all '{line.name}', {line.bytes / GIB:.1f} GiB ({line.bytes:,} bytes) = "
             f"{line.formula}")
 
 
-def telling_line(device: DevicePlan) -> Line:
+def telling_line(ledger: DeviceLedger) -> Line:
     """The largest line at the fullest moment that is not there for the whole run, for what stands cannot be another."""
-    at_peak = device.ledger.at_peak()
+    at_peak = ledger.at_peak()
     return next((line for line in at_peak if line.lifetime != "whole run"), at_peak[0])
 
 
@@ -88,7 +89,7 @@ def role_of(device: DevicePlan) -> str:
 
 
 def _device(device: DevicePlan, *, explain: bool) -> dict[str, Any]:
-    ledger, line = device.ledger, telling_line(device)
+    ledger, line = device.ledger, telling_line(device.ledger)
     return {
         "name": device.gpu.name, "role": role_of(device), "count": device.count, "usable_bytes": device.gpu.usable_bytes,
         "peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase, "device_used_bytes": ledger.device_used_bytes,

@@ -17,12 +17,14 @@ from outrider.progress import ProgressBar, say
 from outrider.records import AcceptReport
 from outrider.train.checkpoint import list_checkpoints
 from outrider.train.feed import agree_on_bad_rows, micro_batches, rows_after
+from outrider.train.forecast import CardOf, card_of
 from outrider.train.incidents import logits_bytes, look_at, skip
 from outrider.train.initial import OpenInitial
 from outrider.train.masters import whole_drafter
 from outrider.train.meter import Stopwatch, as_metrics, as_note, report_step
 from outrider.train.optim import learning_rate_at
 from outrider.train.processes import Processes, join
+from outrider.train.rehearsal import rehearse
 from outrider.train.signals import StopRequests
 from outrider.train.start import Run, start
 from outrider.train.step import run_step
@@ -31,36 +33,42 @@ from outrider.train.watchdog import Watchdog
 AcceptanceCheck = Callable[[Target, Drafter], AcceptReport]
 
 
-def train(config: RunConfig, *, check: AcceptanceCheck | None, initial: OpenInitial | None = None) -> dict[str, Any]:
+def train(
+    config: RunConfig, *, check: AcceptanceCheck | None, initial: OpenInitial | None = None, card_of: CardOf = card_of
+) -> dict[str, Any]:
     """Train a drafter as `config` says; returns the keys of `outrider train --json`.
 
     A run that its folder holds already goes on from its newest checkpoint, exactly. `check` measures the real accepted length
     every `train.accept_every` steps and at the end. `initial` opens the drafter of `train.init_from`, if the run has one. A stop
     signal or the end of `train.max_hours` ends it early, saved: `stopped` then says why. Raises UserError before anything is
-    written when the run cannot start. Where torchrun or srun started this
-    process it takes part with the others, and only the first one writes, measures and speaks.
+    written when the run cannot start or cannot fit on its cards, which `card_of` tells of; where it can, a step on the worst rows
+    comes first and is held against the plan. Where torchrun or srun started this process it takes part with the others, and only
+    the first one writes, measures and speaks.
     """
     with join(accelerator=config.train.device != "cpu", timeout_s=config.placement.timeout_s) as processes:
-        return take_part(config, processes, check=check, initial=initial)
+        return take_part(config, processes, check=check, initial=initial, card_of=card_of)
 
 
 def take_part(
-    config: RunConfig, processes: Processes, *, check: AcceptanceCheck | None, initial: OpenInitial | None = None
+    config: RunConfig, processes: Processes, *, check: AcceptanceCheck | None, initial: OpenInitial | None, card_of: CardOf
 ) -> dict[str, Any]:
     """`train` in one of the processes that train together."""
     with only_writer(config.train.folder) if processes.leads else contextlib.nullcontext():
-        return _train(config, processes, check, initial)
+        return _train(config, processes, check, initial, card_of)
 
 
 def _train(
-    config: RunConfig, processes: Processes, check: AcceptanceCheck | None, initial: OpenInitial | None
+    config: RunConfig, processes: Processes, check: AcceptanceCheck | None, initial: OpenInitial | None, card_of: CardOf
 ) -> dict[str, Any]:
     began = time.monotonic()
-    run = start(config, processes, initial)
+    run = start(config, processes, initial, card_of)
     with (run.keeper, Watchdog(run.folder, minutes=config.guards.stuck_minutes, rank=processes.rank) as watchdog,
           StopRequests(began=began, max_hours=config.train.max_hours) as stops,
           ProgressBar("train", total=run.steps, unit="steps") as bar):
         bar.skip(run.position.step)
+        if run.forecast and run.position.step < run.steps:
+            rehearse(run, Stopwatch())
+            say(run.forecast.compared())
         stopped = _iterate(run, stops, bar, check, watchdog)
     run.metrics.tracker.close()
     if stopped and stopped not in stops.reasons:
@@ -70,8 +78,9 @@ def _train(
     saved = list_checkpoints(run.folder)
     return {
         "run": str(run.folder), "steps": run.position.step, "loss": run.metrics.last_loss, "tau": run.position.tau,
-        "seconds": round(time.monotonic() - began, 1), "peak_bytes_predicted": None, "peak_bytes_measured": peak_bytes(),
-        "checkpoint": str(saved[-1]) if saved else None, "stopped": stopped,
+        "seconds": round(time.monotonic() - began, 1),
+        "peak_bytes_predicted": run.forecast.ledger.peak_bytes if run.forecast else None,
+        "peak_bytes_measured": peak_bytes(), "checkpoint": str(saved[-1]) if saved else None, "stopped": stopped,
     }
 
 

@@ -32,6 +32,7 @@ from outrider.model.published import to_config
 from outrider.progress import say
 from outrider.records import TokenRows
 from outrider.train.checkpoint import Origin, Position, load_checkpoint, newest_sound, read_state
+from outrider.train.forecast import CardOf, Forecast, foresee
 from outrider.train.guards import DiskWatch
 from outrider.train.initial import OpenInitial, check_initial
 from outrider.train.keeper import Keeper
@@ -69,6 +70,7 @@ class Run:
     keeper: Keeper
     disk: DiskWatch
     clock_zero: float
+    forecast: Forecast | None
     read: dict[tuple[int, int], TokenRows] = field(default_factory=dict)
 
     @property
@@ -93,12 +95,12 @@ class Run:
         return self.resolved.config.train.folder
 
 
-def start(config: RunConfig, processes: Processes, initial: OpenInitial | None) -> Run:
+def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, card_of: CardOf) -> Run:
     """Load, check and print everything a run needs, go to its newest checkpoint, and write the resolved run file.
 
     A fresh run begins from the drafter that `initial` opens, or from scratch; one with a checkpoint does not open it.
-    Raises UserError, with nothing written, when the run cannot start or is not the one that its folder holds. Every process must
-    call it; the first one looks at the disk for all.
+    Raises UserError, with nothing written, when the run cannot start, is not the one that its folder holds, or cannot fit on the
+    cards that `card_of` tells of. Every process must call it; the first one looks at the disk for all.
     """
     resolved = resolve(config, read_facts(config.target.path))
     settings = resolved.config.train
@@ -108,6 +110,7 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None) 
     rows = load_rows(config.data.rows)
     _check_data(resolved, rows)
     _check_share(config, processes)
+    forecast = foresee(resolved, devices, card_of, row_length=rows.row_length, replicas=processes.count)
     inputs = {"data.rows": read_info(config.data.rows)["rows_sha256"],
               "target.path": processes.from_first(lambda: target_digest(config.target.path))}
     _check_inputs(checkpoint, inputs)
@@ -135,7 +138,7 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None) 
                       writes=processes.leads)
     keeper = Keeper(settings.folder, resolved.config.checkpoint, _origin(resolved, ends, inputs), position, processes)
     run = Run(resolved, rows, relay, learner, processes, steps, position, metrics, keeper, disk,
-              time.monotonic() - position.seconds)
+              time.monotonic() - position.seconds, forecast)
     _announce(run)
     processes.meet()  # one may still load, longer than the others wait for a sum
     return run

@@ -1,0 +1,110 @@
+"""Takes a resolved run and the card it is to learn on, gives the memory foreseen, and refuses what cannot fit; runs nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.errors import UserError
+from outrider.planner.job import Job
+from outrider.planner.ledger import DeviceLedger, capturer, colocated, learner
+from outrider.planner.plan import nearest_that_fits
+from outrider.planner.run import job_from, telling_line
+from outrider.progress import say
+from outrider.train.placement import Devices
+from outrider.train.resolve import Resolved
+
+GIB = 2**30
+LEDGERS = {("capture", "learn"): colocated, ("learn",): learner, ("capture",): capturer}
+
+
+@dataclass(frozen=True)
+class Card:
+    """`allowed_bytes`: what this process may take of the card, a cap of its own included; `free_bytes`: what nobody uses now.
+    `peak_bytes` tells the most that was allocated at a time so far."""
+
+    name: str
+    allowed_bytes: int
+    free_bytes: int
+    peak_bytes: Callable[[], int]
+
+
+CardOf = Callable[[torch.device], Card | None]
+
+
+def card_of(device: torch.device) -> Card | None:
+    """The CUDA device's card as it is now; None for a CPU, whose memory is not planned."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return Card(torch.cuda.get_device_name(device), allowed, min(free, allowed),
+                lambda: torch.cuda.max_memory_allocated(device))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run is expected to take of its card."""
+
+    job: Job
+    ledger: DeviceLedger
+    card: Card
+
+    def compared(self) -> str:
+        """Predicted against measured, in words."""
+        predicted, measured = self.ledger.peak_bytes, self.card.peak_bytes()
+        return (f"memory: predicted {predicted / GIB:.2f} GiB at the peak, in '{self.ledger.peak_phase}', measured "
+                f"{measured / GIB:.2f} GiB in a step of the worst rows ({predicted / measured - 1:+.1%})")
+
+
+def foresee(resolved: Resolved, devices: Devices, card_of: CardOf, *, row_length: int, replicas: int) -> Forecast | None:
+    """Plan the run for its cards. Raises UserError where it cannot fit, naming the nearest setting that does.
+
+    None where there are no cards, and, with a word of it, for a target whose layers the ledger does not know.
+    """
+    card = card_of(devices.learn)
+    if card is None:
+        return None
+    try:
+        job = _share_of(resolved, devices, row_length=row_length, replicas=replicas)
+    except UserError as error:
+        say(f"memory: not planned: {error}")
+        return None
+    for device in devices.capture:
+        if capture_card := card_of(device):
+            _check(job, capturer(job), capture_card)
+    ledger = learner(job) if devices.capture else colocated(job)
+    _check(job, ledger, card)
+    say(f"memory: predicted {ledger.peak_bytes / GIB:.2f} GiB at the peak of {card.allowed_bytes / GIB:.1f} on {card.name}")
+    return Forecast(job, ledger, card)
+
+
+def _share_of(resolved: Resolved, devices: Devices, *, row_length: int, replicas: int) -> Job:
+    """What one of `replicas` processes has of the job: its share of a step's micro-batches, its part of sharded masters."""
+    placement = resolved.config.placement
+    job = job_from(resolved.config, resolved.shape, row_length=row_length, suppositions=())
+    return replace(job, replicas=replicas, sharded=replicas > 1 and placement.sharding == "fsdp2",
+                   accumulation=-(-job.accumulation // replicas), prefetch=bool(devices.capture))
+
+
+def _check(job: Job, ledger: DeviceLedger, card: Card) -> None:
+    if ledger.peak_bytes > card.allowed_bytes:
+        raise UserError(_refusal(job, ledger, card))
+    if ledger.device_used_bytes > card.free_bytes:
+        why = "others use it too" if ledger.device_used_bytes <= card.allowed_bytes else "it is a close fit"
+        say(f"memory: warning: predicted {ledger.device_used_bytes / GIB:.1f} GiB used with the allocator's gaps and libraries, "
+            f"{card.name} has {card.free_bytes / GIB:.1f} free of {card.allowed_bytes / GIB:.1f} ({why}): it may run out")
+
+
+def _refusal(job: Job, ledger: DeviceLedger, card: Card) -> str:
+    line = telling_line(ledger)
+    nearest = nearest_that_fits(job, card.allowed_bytes, ledger_of=LEDGERS[ledger.roles])
+    if nearest is None:
+        way_out = "nothing near it fits: see outrider plan"
+    else:
+        changes, found = nearest
+        settings = " ".join(f"--set {key}={value}" for key, value in changes.items())
+        way_out = f"the nearest that fits is {settings} ({found.device_used_bytes / GIB:.1f} GiB)"
+    return (f"the run needs {ledger.peak_bytes / GIB:.1f} GiB in '{ledger.peak_phase}', {card.name} has "
+            f"{card.allowed_bytes / GIB:.1f}: {ledger.standing_bytes / GIB:.1f} GiB stand for the whole run, and the largest of "
+            f"the rest is '{line.name}', {line.bytes / GIB:.1f} GiB = {line.formula}: {way_out}")
