@@ -1,6 +1,7 @@
 """The verbs, in the order a user meets them: each a plain function that gives a dictionary, and a command of the same name."""
 
 import functools
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -136,16 +137,32 @@ def plan(
 def train(
     run: Annotated[Path, typer.Argument(help="The run file (TOML).")],
     settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the run file; repeatable.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Cards of this machine to use: as many processes as they make.")] = None,
+    processes: Annotated[int | None, typer.Option(help="Processes to start; on a CPU they sum over gloo.")] = None,
 ) -> dict[str, Any]:
     """Train a drafter as a run file says; a run that was interrupted goes on from its newest checkpoint, exactly.
 
-    Example: outrider train run.toml --set optimizer.learning_rate=3e-4
+    Under torchrun or srun it takes part with the other processes. Example: outrider train run.toml --gpus 4
     """
+    from outrider.train.placement import process_count
+    from outrider.train.processes import find_place, run_processes
+
+    started = find_place(os.environ)
+    count = process_count(load_run(run, settings or ()), gpus=gpus, processes=processes, started=started)
+    if count > 1:
+        return run_processes(count, train_here, (run, settings or ()))
+    result = train_here(run, settings or ())
+    if started is not None and started.rank > 0:
+        sys.exit(0)  # the first process speaks for all
+    return result
+
+
+def train_here(run: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """`train` in this process, alone or as one of several."""
     from outrider.train.loop import train as start
 
-    config = load_run(run, settings or ())
-    check = acceptance_check(config)
-    return start(config, check=check, initial=initial_drafter(config))
+    config = load_run(run, settings)
+    return start(config, check=acceptance_check(config), initial=initial_drafter(config))
 
 
 def initial_drafter(config: Any) -> Any:

@@ -5,11 +5,13 @@ import os
 import pickle
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+from outrider.errors import UserError
 from outrider.train.processes import Processes, join
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -55,3 +57,15 @@ def _child(rank: int, count: int, port: int, pipe: Any, work: Callable[..., Any]
     except BaseException:
         pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
         sys.exit(1)
+
+
+def refuse(number: int) -> None:
+    if os.environ["RANK"] == "1":
+        raise UserError(f"field = {number}: must be less: lower it")
+    time.sleep(60)
+
+
+def break_down() -> None:
+    if os.environ["RANK"] == "1":
+        raise ZeroDivisionError("out of luck")
+    time.sleep(60)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.config import PlacementConfig
+from outrider.config import PlacementConfig, RunConfig
 from outrider.errors import UserError
 from outrider.features.capture import FeatureSource
 from outrider.records import Features, TokenRows
@@ -58,6 +58,29 @@ def find_devices(name: str, placement: PlacementConfig, place: Place) -> Devices
                         "placement.capture_cards, or use 'cpu'")
     cards = [torch.device("cuda", first + i) for i in range(each)]
     return Devices(cards[0], tuple(cards[1:]))
+
+
+def process_count(config: RunConfig, *, gpus: int | None, processes: int | None, started: Place | None) -> int:
+    """How many processes to start for what was asked: 1 when nothing was, or a launcher has `started` this one. Raises
+    UserError."""
+    asked = [f"--{name} {value}" for name, value in (("gpus", gpus), ("processes", processes)) if value is not None]
+    if not asked:
+        return 1
+    if started is not None and started.count > 1:
+        raise UserError(f"{asked[0]}: torchrun or srun has started {started.count} processes already: leave the option out")
+    if len(asked) == 2:
+        raise UserError(f"{' '.join(asked)}: say one of the two")
+    if min(value for value in (gpus, processes) if value is not None) < 1:
+        raise UserError(f"{asked[0]}: must be at least 1")
+    if gpus is None:
+        return processes or 1
+    if config.train.device != "cuda":
+        raise UserError(f"{asked[0]}: train.device is '{config.train.device}': set it to 'cuda', or use --processes on a CPU")
+    each = 1 + config.placement.capture_cards
+    if gpus % each:
+        raise UserError(f"{asked[0]}: each process takes {each} cards (placement.capture_cards = {each - 1} beside its own): use "
+                        f"a multiple of {each}")
+    return gpus // each
 
 
 class Turns:

@@ -4,6 +4,7 @@ One process holds one replica of the drafter and its devices. Knows nothing of m
 """
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from outrider import progress
-from outrider.errors import UserError
+from outrider.errors import RunFailure, UserError
+from outrider.train.signals import STOP_SIGNALS
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=12)  # what the first process may take to measure or write while the others wait
@@ -155,12 +158,15 @@ def run_processes(count: int, work: Callable[..., T], arguments: Sequence[Any]) 
     """Run `work(*arguments)` in `count` processes of this machine through torchrun's agent; gives the first one's result.
 
     When one fails the others are stopped (after 30 s by force), and the first cause is raised here: UserError as it was, else
-    a RuntimeError with the failed process's own traceback. `work` must be importable, as new interpreters call it.
+    a RunFailure with the failed process's own words. A stop signal is passed on to all of them and waited for. `work` must be
+    importable, as new interpreters call it.
     """
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-                          run_id=f"outrider-{os.getpid()}", max_restarts=0, monitor_interval=0.1, start_method="spawn")
+                          run_id=f"outrider-{os.getpid()}", max_restarts=0, monitor_interval=0.1, start_method="spawn",
+                          signals_to_handle="SIGQUIT")  # the agent's own way would stop a run unsaved
     try:
-        results = elastic_launch(config, _guarded)(work, tuple(arguments))
+        with _passing_on_stops():
+            results = elastic_launch(config, _guarded)(work, tuple(arguments))
     except ChildFailedError as failed:
         rank, failure = first_cause(failed.failures)
         message = _message_of(failure)
@@ -168,8 +174,24 @@ def run_processes(count: int, work: Callable[..., T], arguments: Sequence[Any]) 
             raise UserError(message) from None
         if failure.exitcode < 0:
             message = f"it was ended by {signal.Signals(-failure.exitcode).name}"
-        raise RuntimeError(f"process {rank} of {count} failed, and the others were stopped: {message}") from None
+        raise RunFailure(f"process {rank} of {count} failed, and the others were stopped: {message}") from None
     return results[0]
+
+
+@contextlib.contextmanager
+def _passing_on_stops() -> Iterator[None]:
+    """While open, stop signals go to the processes that were started here, which save and end."""
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                os.kill(child.pid, number)
+
+    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
