@@ -33,15 +33,17 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def toy_model(kind: str, *, seed: int, dtype: torch.dtype = torch.float32, layers: int = 6, tie: bool = False) -> PreTrainedModel:
+def toy_model(
+    kind: str, *, seed: int, dtype: torch.dtype = torch.float32, layers: int = 6, tie: bool = False, head_dim: int = 16
+) -> PreTrainedModel:
     """A random causal language model of width 32, 4 query and 2 key/value heads; `kind` is one of KINDS.
 
     Weights are ten times HF's default, so that every layer, head and position changes the outputs by far more than rounding.
     """
     common: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "initializer_range": 0.2, "eos_token_id": EOS,
-        "pad_token_id": PAD, "bos_token_id": None, "tie_word_embeddings": tie, "dtype": dtype,
+        "num_key_value_heads": 2, "head_dim": head_dim, "max_position_embeddings": 2048, "initializer_range": 0.2,
+        "eos_token_id": EOS, "pad_token_id": PAD, "bos_token_id": None, "tie_word_embeddings": tie, "dtype": dtype,
     }
     torch.manual_seed(seed)
     match kind:

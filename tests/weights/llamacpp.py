@@ -41,11 +41,11 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def target_folder(folder: Path, kind: str) -> Path:
+def target_folder(folder: Path, kind: str, *, head_dim: int = 16) -> Path:
     """A toy target with `merging_tokenizer`, as a Hugging Face folder, and `target.gguf` in it."""
     import gguf
 
-    model, tokenizer = toy_model(kind, seed=0), merging_tokenizer()
+    model, tokenizer = toy_model(kind, seed=0, head_dim=head_dim), merging_tokenizer()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     config, architecture = model.config, ARCHITECTURES[kind]
