@@ -23,6 +23,7 @@ from outrider.train.initial import OpenInitial
 from outrider.train.masters import whole_drafter
 from outrider.train.meter import Stopwatch, as_metrics, as_note, report_step
 from outrider.train.optim import learning_rate_at
+from outrider.train.out_of_memory import recorded
 from outrider.train.processes import Processes, join
 from outrider.train.rehearsal import rehearse
 from outrider.train.signals import StopRequests
@@ -67,7 +68,9 @@ def _train(
           ProgressBar("train", total=run.steps, unit="steps") as bar):
         bar.skip(run.position.step)
         if run.forecast and run.position.step < run.steps:
-            rehearse(run, Stopwatch())
+            watch = Stopwatch()
+            with recorded(run, watch):
+                rehearse(run, watch)
             say(run.forecast.compared())
         stopped = _iterate(run, stops, bar, check, watchdog)
     run.metrics.tracker.close()
@@ -119,8 +122,9 @@ def _one_step(run: Run, step: int, bar: ProgressBar) -> None:
     for group in run.learner.optimizer.param_groups:
         group["lr"] = rate
     try:
-        sums = run_step(run.learner, run.relay, batches, coming, clip_norm=config.optimizer.clip_norm,
-                        logits_bytes=logits_bytes(run), watch=watch)
+        with recorded(run, watch):
+            sums = run_step(run.learner, run.relay, batches, coming, clip_norm=config.optimizer.clip_norm,
+                            logits_bytes=logits_bytes(run), watch=watch)
     except FloatingPointError:
         skip(run, step, batches)
         bar.advance(1)
@@ -147,7 +151,8 @@ def _measurement_due(run: Run) -> bool:
 def _measure(run: Run, check: AcceptanceCheck) -> None:
     run.relay.settle()
     drafter, step = whole_drafter(run.drafter, run.source.target.device), run.position.step
-    report = run.processes.from_first(lambda: check(run.source.target, drafter))
+    with recorded(run, Stopwatch(), phase="check"):
+        report = run.processes.from_first(lambda: check(run.source.target, drafter))
     run.metrics.log({"step": step, "tau": round(report.tau, 4), "acceptance_by_slot": report.acceptance_by_slot,
                      "tokens": report.tokens, "forwards": report.forwards, "seconds": round(report.seconds, 2)})
     say(f"step {step}: real accepted length tau {report.tau:.3f} on held-out prompts ({report.tokens} tokens, greedy)")

@@ -11,14 +11,18 @@ from outrider.records import LossTerms, StepReport
 
 
 class Stopwatch:
-    """Adds up seconds by part. On an accelerator the parts overlap the device's work; only their sum is then exact."""
+    """Adds up seconds by part. On an accelerator the parts overlap the device's work; only their sum is then exact.
+
+    `part`: the one begun last.
+    """
 
     def __init__(self) -> None:
+        self.part: str | None = None
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, self.part = time.perf_counter(), part
         try:
             yield
         finally:

@@ -57,7 +57,8 @@ FREE_SECTIONS = {"checkpoint", "guards", "placement"}
 @dataclass
 class Run:
     """Everything one process of a training run holds while it lasts; `position` says how far the run is, `clock_zero` when it
-    would have begun had it never been interrupted (time.monotonic). `read`: rows read ahead, by step and micro-batch."""
+    would have begun had it never been interrupted (time.monotonic). `read`: rows read ahead, by step and micro-batch.
+    `allocated`: bytes on the device at the end of each step."""
 
     resolved: Resolved
     rows: PreparedRows
@@ -72,6 +73,7 @@ class Run:
     clock_zero: float
     forecast: Forecast | None
     read: dict[tuple[int, int], TokenRows] = field(default_factory=dict)
+    allocated: list[int] = field(default_factory=list)
 
     @property
     def road(self) -> Road:

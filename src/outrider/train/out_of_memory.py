@@ -1,0 +1,60 @@
+"""Takes a run and the error with which its memory ended, writes the record that `outrider doctor` reads; diagnoses nothing."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import RunFailure
+from outrider.planner.doctor import record
+from outrider.planner.doctor.record import Moment
+from outrider.train.checkpoint import list_checkpoints
+from outrider.train.meter import Stopwatch
+from outrider.train.roads import FusedRoad
+from outrider.train.start import Run
+
+STEPS_KEPT = 16  # of allocated bytes, oldest first: what a leak shows in
+
+
+@contextlib.contextmanager
+def recorded(run: Run, watch: Stopwatch, *, phase: str | None = None) -> Iterator[None]:
+    """Around work on the device: an out-of-memory in it leaves a record in the run's folder and ends the run. Raises RunFailure.
+
+    `phase`: of record.PHASES; by default the stopwatch's part at that moment.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        when = phase or (watch.part if watch.part in record.PHASES else "load")
+        where = f"out of memory after step {run.position.step}, in '{when}': {str(error).strip().splitlines()[0]}"
+        saved = list_checkpoints(run.folder)
+        rest = f"; {saved[-1].name} is whole, the same command goes on from it" if saved else ""
+        if run.forecast is None:
+            raise RunFailure(f"{where}: outrider doctor --log reads this run's log{rest}") from error
+        path = run.folder / ("out_of_memory.json" if run.processes.leads else f"out_of_memory-{run.processes.rank}.json")
+        moment = Moment(when, run.position.step, isinstance(run.road, FusedRoad), tuple(run.allocated[-STEPS_KEPT:]))
+        cuda = run.device.type == "cuda"
+        record.write(
+            path, error, moment=moment, settings=run.resolved.config.model_dump(mode="json"), job=run.forecast.job,
+            ledger=run.forecast.ledger, held=_held(run), device=run.device,
+            allowed_share=torch.cuda.get_per_process_memory_fraction(run.device) if cuda else 1.0,
+        )
+        raise RunFailure(f"{where}: outrider doctor --record {path} says which line asked and what fits{rest}") from error
+    if run.device.type == "cuda" and phase is None:
+        run.allocated.append(torch.cuda.memory_allocated(run.device))
+
+
+def _held(run: Run) -> Mapping[str, Iterable[Tensor]]:
+    """The tensors that stand behind the ledger's lines, by the line's name."""
+    masters = list(run.drafter.parameters())
+    states: Iterable[Mapping[str, Any]] = run.learner.optimizer.state.values()
+    held = {
+        "drafter: masters": masters,
+        "optimizer: both moments": [state[name] for state in states for name in ("exp_avg", "exp_avg_sq") if name in state],
+        "gradients of the masters": [parameter.grad for parameter in masters if parameter.grad is not None],
+    }
+    if isinstance(run.road, FusedRoad):
+        held["drafter: compute copy"] = list(run.road.fused.parameters())
+    return held
