@@ -69,3 +69,20 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
     with pytest.raises(UserError, match=r"(?i)read-only"):
         open_kernel_cache(tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("caches")
+def test_a_folder_that_others_can_write_into_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    place = open_kernel_cache(None)
+    own = place.parent
+    assert own.stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    own.chmod(0o777)
+    with pytest.raises(UserError, match="others may write into it"):
+        open_kernel_cache(None)
+    own.rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").chmod(0o700)
+    own.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="another user's"):
+        open_kernel_cache(None)

@@ -1,6 +1,7 @@
 """The source of features as the run file asks for it: opened, named and checked from a target's folder."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from outrider.features.capture import capture
 from outrider.features.fp8 import Fp8Linear
 from outrider.features.source import Order, Provenance, open_source, say_kernels
 from outrider.features.target import load_target
+from outrider.records import PADDING_DOCUMENT
 
 CPU = torch.device("cpu")
 IDS = (1, 3)
@@ -83,3 +85,12 @@ def test_fast_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(source_module, "_installed", lambda package: False)
     with pytest.raises(UserError, match="gated delta nets need flash-linear-attention"):
         say_kernels(kinds, FeaturesConfig(documents="packed"), cuda)
+
+
+@pytest.mark.parametrize("keep", ["memory", "disk"])
+def test_padding_in_place_of_a_row_is_not_kept_as_that_row(toy_folder: Callable[..., Path], tmp_path: Path, keep: str) -> None:
+    online = opened(toy_folder("llama"), tmp_path).features(ROWS, CPU).values_BSF
+    source = opened(toy_folder("llama"), tmp_path, keep=keep)
+    padding = replace(ROWS, document_ids_BS=torch.full_like(ROWS.document_ids_BS, PADDING_DOCUMENT))
+    assert not source.features(padding, CPU).values_BSF.any()
+    assert torch.equal(source.features(ROWS, CPU).values_BSF, online), "the row can be read again"

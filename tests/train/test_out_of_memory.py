@@ -47,7 +47,7 @@ def test_the_record_says_where_and_the_run_goes_on_from_its_checkpoint(
             train(run, check=None, card_of=lambda device: card())
     place = run.train.folder / "out_of_memory.json"
     sentence = str(failure.value)
-    assert f"out of memory after step {steps}, in '{phase}': {MESSAGE}: outrider doctor --record {place}" in sentence
+    assert f"out of memory after step {steps}, in '{phase}': {MESSAGE}: {place} holds the plan by line" in sentence
     assert "\n" not in sentence
     found = record.read(place)
     assert (found.moment.phase, found.moment.step, found.moment.fused) == (phase, steps, False)
@@ -73,7 +73,7 @@ def test_in_the_acceptance_check_and_where_nothing_was_planned(make_run: MakeRun
     with pytest.raises(RunFailure, match="in 'check'"):
         train(run, check=check, card_of=lambda device: card())
     assert record.read(run.train.folder / "out_of_memory.json").moment.phase == "check"
-    with pytest.raises(RunFailure, match=r"outrider doctor --log reads this run's log; step-.* is whole"):
+    with pytest.raises(RunFailure, match=r"no record of its memory is left; step-.* is whole"):
         train(make_run("unplanned", **{"train.accept_every": 10}), check=check)
 
 

@@ -17,9 +17,8 @@ from outrider.config import PlacementConfig
 from outrider.errors import UserError
 from outrider.features.capture import FeatureSource
 from outrider.features.target import Target, load_target
-from outrider.planner.simulate import Span
 from outrider.records import Features, TokenRows
-from outrider.train.lanes import ThreadLane, Trace
+from outrider.train.lanes import Span, ThreadLane, Trace
 from outrider.train.meter import Stopwatch
 from outrider.train.placement import Devices, Relay, Turns, find_devices, open_relay, open_turns
 from outrider.train.processes import Place

@@ -134,6 +134,26 @@ def test_a_bad_row_of_one_process_is_skipped_in_all_of_them(make_run: MakeRun, s
     assert all(torch.isfinite(value).all() for value in final_tensors(run).values())
 
 
+def signalled(processes: Processes, run: RunConfig) -> dict[str, Any]:
+    """Train; the last process alone gets a stop signal, while step 4 is made."""
+    real = loop_module._one_step
+
+    def one_step(run: Any, number: int, *rest: Any) -> Any:
+        if number == 3 and not processes.leads:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(run, number, *rest)
+
+    loop_module._one_step = one_step  # type: ignore[assignment]
+    return take_part(run, processes, check=None, initial=None, card_of=card_of)
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(make_run: MakeRun) -> None:
+    run = make_run(**SHARED)
+    results = in_processes(2, signalled, run)
+    assert [(result["stopped"], result["steps"]) for result in results] == [("SIGTERM", 4)] * 2
+    assert read_position(list_checkpoints(run.train.folder)[-1]).step == 4
+
+
 def start_cli(run: RunConfig, *options: str) -> "subprocess.Popen[str]":
     file = run.train.folder.with_suffix(".toml")
     file.write_text(to_toml(run), encoding="utf-8")

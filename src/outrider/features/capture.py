@@ -190,11 +190,16 @@ class FeatureSource:
         kept = self._kept
         if kept is None:
             return self.run(rows).to(device)
-        row_ids = rows.row_ids_B.tolist()
-        for b, row_id in enumerate(row_ids):
-            if row_id not in kept:
-                kept.put(row_id, self.run(one_row(rows, b)).values_BSF[0])
-        return Features(torch.stack([kept.get(row_id, self.target.dtype) for row_id in row_ids]).to(device))
+        parts = [self._row(kept, one_row(rows, b), row_id) for b, row_id in enumerate(rows.row_ids_B.tolist())]
+        return Features(torch.stack(parts).to(device))
+
+    def _row(self, kept: Kept, row: TokenRows, row_id: int) -> Tensor:
+        """Features of one row, `[S, F]` on the CPU."""
+        if (row.document_ids_BS == PADDING_DOCUMENT).all():  # in place of a row that could not be read: not to outlast that
+            return self.run(row).values_BSF[0].cpu()
+        if row_id not in kept:
+            kept.put(row_id, self.run(row).values_BSF[0])
+        return kept.get(row_id, self.target.dtype)
 
 
 def one_row(rows: TokenRows, b: int) -> TokenRows:

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from pathlib import Path
@@ -76,10 +77,7 @@ def open_kernel_cache(folder: Path | None) -> Path:
     vanish or are busy.
     """
     named = os.environ.get("TRITON_CACHE_DIR")
-    if folder is not None:
-        place = folder / "triton"
-    else:
-        place = Path(named) if named else Path(tempfile.gettempdir()) / f"outrider-kernels-{os.getuid()}" / "triton"
+    place = folder / "triton" if folder is not None else Path(named) if named else _own_folder() / "triton"
     kind = file_system_of(place)
     if kind in NETWORK_FILE_SYSTEMS:
         raise UserError(f"features.kernel_cache: {place} lies on a network mount ({kind}), where kernel caches break: name a "
@@ -93,6 +91,18 @@ def open_kernel_cache(folder: Path | None) -> Path:
     os.environ["TRITON_CACHE_DIR"] = str(place)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place.parent / "inductor"))
     return place
+
+
+def _own_folder() -> Path:
+    """The user's folder under the temporary one. Raises UserError where others could put kernels, which are code, into it."""
+    own = Path(tempfile.gettempdir()) / f"outrider-kernels-{os.getuid()}"
+    with explain_os_errors(own):
+        own.mkdir(mode=0o700, exist_ok=True)
+        found = own.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UserError(f"features.kernel_cache: {own} is another user's or others may write into it: remove it, or "
+                        "name a folder")
+    return own
 
 
 def damaged_entries(cache: Path) -> list[Path]:

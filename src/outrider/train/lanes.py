@@ -13,8 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outrider.planner.simulate import Span
-
 Work = Callable[[], Tensor]
 POLL_S = 2e-4  # between two looks at a device's event: far below a step
 
@@ -43,6 +41,16 @@ class Lane(Protocol):
 
     def launch(self, label: str, work: Work, after: Sequence[Job]) -> Job:
         """Queue `work` behind what is queued here and behind `after`."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Labelled work on a lane from `begin` to `end`, ms."""
+
+    lane: str
+    label: str
+    begin: float
+    end: float
 
 
 @dataclass

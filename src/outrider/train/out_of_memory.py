@@ -1,4 +1,4 @@
-"""Takes a run and the error with which its memory ended, writes the record that `outrider doctor` reads; diagnoses nothing."""
+"""Takes a run and the error with which its memory ended, leaves a record of plan and allocator; diagnoses nothing."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +32,7 @@ def recorded(run: Run, watch: Stopwatch, *, phase: str | None = None) -> Iterato
         saved = list_checkpoints(run.folder)
         rest = f"; {saved[-1].name} is whole, the same command goes on from it" if saved else ""
         if run.forecast is None:
-            raise RunFailure(f"{where}: outrider doctor --log reads this run's log{rest}") from error
+            raise RunFailure(f"{where}: this run was not planned, so no record of its memory is left{rest}") from error
         path = run.folder / ("out_of_memory.json" if run.processes.leads else f"out_of_memory-{run.processes.rank}.json")
         moment = Moment(when, run.position.step, isinstance(run.road, FusedRoad), tuple(run.allocated[-STEPS_KEPT:]))
         cuda = run.device.type == "cuda"
@@ -41,7 +41,8 @@ def recorded(run: Run, watch: Stopwatch, *, phase: str | None = None) -> Iterato
             ledger=run.forecast.ledger, held=_held(run), device=run.device,
             allowed_share=torch.cuda.get_per_process_memory_fraction(run.device) if cuda else 1.0,
         )
-        raise RunFailure(f"{where}: outrider doctor --record {path} says which line asked and what fits{rest}") from error
+        told = f"{path} holds the plan by line and what was allocated, `outrider plan` says what fits"
+        raise RunFailure(f"{where}: {told}{rest}") from error
     if run.device.type == "cuda" and phase is None:
         run.allocated.append(torch.cuda.memory_allocated(run.device))
 
