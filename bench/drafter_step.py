@@ -1,6 +1,7 @@
 """The drafter's forward and backward on one GPU: the case that the project was born from, and sweeps around it.
 
     python bench/drafter_step.py [--sweep] [--steps 20] [--documents 1] [--activation-budget 1.0]
+    python bench/drafter_step.py --draw bench/results/drafter_step.jsonl bench/results/drafter_step.svg
 
 The case: hidden 5120, FFN 17408, 32/8 heads of 128, 5 layers, vocabulary 248,320, a row of 8192 tokens, 512 anchors, K = 16,
 bf16 compute copies of fp32 masters, random weights, fresh features, documents and anchors every step (--documents 0: 1 to 12
@@ -180,11 +181,40 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
 
 def sweep_points() -> list[tuple[str, dict[str, Any]]]:
     base = {"S": 8192, "A": 512, "changes": {}}
-    points = [(f"anchors {A}", {**base, "A": A}) for A in (64, 1024, 2048)]
-    points += [(f"row {S}", {**base, "S": S}) for S in (1024, 16384, 32768)]
-    points += [(f"K {K}", {**base, "changes": {"block_size": K}}) for K in (8,)]
-    points += [(f"vocabulary {V}", {**base, "changes": {"vocab_size": V}}) for V in (49152,)]
+    points = [(f"anchors {A}", {**base, "A": A}) for A in (64, 128, 256, 1024, 2048)]
+    points += [(f"row {S}", {**base, "S": S}) for S in (1024, 2048, 4096, 16384, 32768)]
+    points += [(f"K {K}", {**base, "changes": {"block_size": K}}) for K in (4, 8)]
+    points += [(f"vocabulary {V}", {**base, "changes": {"vocab_size": V}}) for V in (49152, 152064)]
     return points
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Milliseconds against anchors and against row length, with the limit at the run's own matrix rate, as one SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
+    for axis, swept, at_base in zip(axes, ("anchors", "row"), (512, 8192), strict=True):
+        points = {int(r["case"].split()[1]): r for r in results if r["case"].startswith(swept)}
+        points[at_base] = next(r for r in results if r["case"] == "born from")
+        xs = sorted(points)
+        axis.errorbar(xs, [points[x]["ms"] for x in xs], marker="o", markersize=4, label="measured, least to most", yerr=(
+            [points[x]["ms"] - points[x]["min_ms"] for x in xs], [points[x]["max_ms"] - points[x]["ms"] for x in xs]))
+        axis.plot(xs, [points[x]["limit_ms"] for x in xs], linestyle="--", color="grey", label="FLOP at the matrix rate")
+        label = {"anchors": "anchors (row of 8192)", "row": "row length (512 anchors)"}[swept]
+        axis.set(xlabel=label, ylabel="ms", xlim=0, ylim=0)
+        axis.legend()
+    figure.suptitle("Drafter forward and backward, one H200")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def last_sweep(lines: Path) -> list[dict[str, Any]]:
+    runs = [json.loads(line).get("results") for line in lines.read_text().splitlines()]
+    sweeps: list[list[dict[str, Any]]] = [run for run in runs if isinstance(run, list) and len(run) > 1]
+    return sweeps[-1]
 
 
 def run_point(name: str, point: dict[str, Any], args: argparse.Namespace, rate: float) -> dict[str, Any]:
@@ -209,13 +239,23 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=1)
     parser.add_argument("--logits-mib", type=int, default=ObjectiveConfig().logits_mib)
     parser.add_argument("--activation-budget", type=float, default=1.0)
+    parser.add_argument("--draw", type=Path, nargs=2, metavar=("LINES", "SVG"), help="draw the last sweep of a JSON lines file")
+    parser.add_argument("--out", type=Path, help="each point's JSON line is appended here as soon as it is measured")
     args = parser.parse_args()
+    if args.draw:
+        draw(last_sweep(args.draw[0]), args.draw[1])
+        return
     if not torch.cuda.is_available():
         print(json.dumps({"bench": "drafter_step", "skipped": "needs a CUDA GPU"}))
         return
     rate = matmul_rate()
     points = [("born from", {"S": 8192, "A": 512, "changes": {}}), *(sweep_points() if args.sweep else [])]
-    results = [run_point(name, point, args, rate) for name, point in points]
+    results = []
+    for name, point in points:
+        results.append(run_point(name, point, args, rate))
+        if args.out:
+            with args.out.open("a") as lines:
+                lines.write(json.dumps(results[-1]) + "\n")
     print(json.dumps({"bench": "drafter_step", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
                       "matmul_tflop_s": round(rate), "results": results}))
 

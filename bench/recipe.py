@@ -32,7 +32,7 @@ from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter, initialise
 from outrider.objective.frozen_head import frozen_head_loss
 from outrider.records import FULL, DraftBlocks, DrafterShape, Features, TokenRows
-from outrider.train.optim import build_optimizer, learning_rate_at
+from outrider.train.optim import build_optimizer, learning_rate_at, set_rate
 from outrider.train.resolve import default_layer_ids
 
 LOGITS_BYTES = 2**28
@@ -149,8 +149,7 @@ def train(
     optimizer = build_optimizer(drafter, config)
     draw, order, epoch, losses = np.random.default_rng(variant.seed), [], -1, []
     for step in range(variant.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, variant.steps, config)
+        set_rate(optimizer, learning_rate_at(step, variant.steps, config))
         if len(order) < variant.rows:
             order, epoch = draw.permutation(len(rows.row_ids_B)).tolist(), epoch + 1
         index, order = order[: variant.rows], order[variant.rows :]

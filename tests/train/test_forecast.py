@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from eight_bit import uncompiled
 from test_loop import assert_same_run, metrics
 
 from outrider.config import RunConfig
@@ -112,6 +113,15 @@ def test_a_rehearsed_run_is_the_run_without_it(
     assert result["peak_bytes_predicted"] == forecast.ledger.peak_bytes
     shown = capsys.readouterr().err
     assert re.search(r"memory: predicted \d+\.\d\d GiB at the peak, in '.+', measured 0\.00 GiB in a step of the worst", shown)
+
+
+def test_a_rehearsal_with_8_bit_moments(make_run: MakeRun) -> None:
+    pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    plain, rehearsed = (make_run(name, **{"optimizer.state": "8bit"}) for name in ("plain", "rehearsed"))
+    with uncompiled():
+        train(plain, check=None)
+        train(rehearsed, check=None, card_of=lambda device: card())
+    assert_same_run(plain, rehearsed)
 
 
 def test_a_rehearsal_that_learned_would_be_seen(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,8 @@ def job_of(
     return Job(
         drafter=drafter, target=target, rows=config.train.rows_per_batch, row_length=row_length, anchors=config.layout.anchors,
         accumulation=config.train.accumulation, road="unfused" if "unfused-attention" in suppositions else attention,
-        compute=config.train.precision, eight_bit=False, activation_budget=config.train.activation_budget,
+        compute=config.train.precision, eight_bit=config.optimizer.state == "8bit",
+        activation_budget=config.train.activation_budget,
         logits_bytes=config.objective.logits_mib * 2**20, plain_logits="plain-logits" in suppositions,
         eager_mask="eager-mask" in suppositions, target_dtype=config.target.dtype, fp8=config.features.precision == "fp8",
         kept=config.features.keep != "no", prefetch=False, whole_target=config.data.heldout is not None,

@@ -22,6 +22,7 @@ from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME
 from outrider.progress import say
 from outrider.train.masters import piece_of
+from outrider.train.optim import plain_state, rebuilt_state
 from outrider.train.rng import restore_rng
 
 FORMAT = 2
@@ -94,9 +95,9 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
 
 
 def moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> Tensors:
-    """The optimizer's state by name, `exp_avg/layers.0...`; not copied."""
+    """The optimizer's state by name in plain tensors, `exp_avg/layers.0...`; not copied."""
     return {f"{key}/{name}": value for name, parameter in drafter.named_parameters()
-            for key, value in optimizer.state[parameter].items()}
+            for key, value in plain_state(optimizer.state[parameter]).items()}
 
 
 def write_checkpoint(run_folder: Path, snapshot: Snapshot, origin: Origin) -> Path:
@@ -180,7 +181,8 @@ def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
     for name, parameter in named.items():
         parameter.copy_(piece_of(weights[name], parameter))
         keys = {key.split("/", 1)[0] for key in saved if key.split("/", 1)[1] == name}
-        optimizer.state[parameter] = {key: _placed(key, saved[f"{key}/{name}"], parameter) for key in keys}
+        plain = {key: _placed(key, saved[f"{key}/{name}"], parameter) for key in keys}
+        optimizer.state[parameter] = rebuilt_state(plain, optimizer)
     restore_rng(load_file(folder / RNG_NAME))
     return read_position(folder)
 

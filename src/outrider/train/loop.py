@@ -22,7 +22,7 @@ from outrider.train.incidents import logits_bytes, look_at, skip
 from outrider.train.initial import OpenInitial
 from outrider.train.masters import whole_drafter
 from outrider.train.meter import Stopwatch, as_metrics, as_note, report_step
-from outrider.train.optim import learning_rate_at
+from outrider.train.optim import learning_rate_at, set_rate
 from outrider.train.out_of_memory import recorded
 from outrider.train.processes import Processes, join
 from outrider.train.rehearsal import rehearse
@@ -119,8 +119,7 @@ def _one_step(run: Run, step: int, bar: ProgressBar) -> None:
         batches, coming = micro_batches(run, step), rows_after(run, step)
         agree_on_bad_rows(run, before=known_bad)
     rate = learning_rate_at(step, run.steps, config.optimizer)
-    for group in run.learner.optimizer.param_groups:
-        group["lr"] = rate
+    set_rate(run.learner.optimizer, rate)
     try:
         with recorded(run, watch):
             sums = run_step(run.learner, run.relay, batches, coming, clip_norm=config.optimizer.clip_norm,

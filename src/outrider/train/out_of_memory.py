@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from outrider.planner.doctor import record
 from outrider.planner.doctor.record import Moment
 from outrider.train.checkpoint import list_checkpoints
 from outrider.train.meter import Stopwatch
+from outrider.train.optim import MOMENTS, plain_state
 from outrider.train.roads import FusedRoad
 from outrider.train.start import Run
 
@@ -49,13 +49,18 @@ def recorded(run: Run, watch: Stopwatch, *, phase: str | None = None) -> Iterato
 
 def _held(run: Run) -> Mapping[str, Iterable[Tensor]]:
     """The tensors that stand behind the ledger's lines, by the line's name."""
-    masters = list(run.drafter.parameters())
-    states: Iterable[Mapping[str, Any]] = run.learner.optimizer.state.values()
-    held = {
+    masters: list[Tensor] = list(run.drafter.parameters())
+    states = [plain_state(state) for state in run.learner.optimizer.state.values()]
+
+    def moments(part: str) -> list[Tensor]:
+        return [state[name + part] for state in states for name in MOMENTS if name + part in state]
+
+    held: dict[str, list[Tensor]] = {
         "drafter: masters": masters,
-        "optimizer: both moments": [state[name] for state in states for name in ("exp_avg", "exp_avg_sq") if name in state],
+        "optimizer: both moments": moments(""), "optimizer: moments, 8 bit": moments(".codes"),
+        "optimizer: scales of the moments": moments(".scale"),
         "gradients of the masters": [parameter.grad for parameter in masters if parameter.grad is not None],
     }
     if isinstance(run.road, FusedRoad):
         held["drafter: compute copy"] = list(run.road.fused.parameters())
-    return held
+    return {name: tensors for name, tensors in held.items() if tensors}

@@ -12,6 +12,7 @@ from outrider.data.rows import PreparedRows, RowError
 from outrider.records import PADDING_DOCUMENT, Features, TokenRows
 from outrider.train.incidents import logits_bytes
 from outrider.train.meter import Stopwatch
+from outrider.train.optim import set_rate
 from outrider.train.placement import Relay
 from outrider.train.start import Run
 from outrider.train.step import lay_out, run_step
@@ -79,14 +80,13 @@ class Standstill:
     def step(self) -> None:
         if self.optimizer.state:  # read from a checkpoint: in being already
             return
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        rate = float(self.optimizer.param_groups[0]["lr"])  # one for all groups
+        set_rate(self.optimizer, 0.0)
         for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
         self.optimizer.step()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        set_rate(self.optimizer, rate)
         for state in self.optimizer.state.values():
             state["step"].zero_()

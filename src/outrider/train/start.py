@@ -38,7 +38,7 @@ from outrider.train.initial import OpenInitial, check_initial
 from outrider.train.keeper import Keeper
 from outrider.train.masters import open_masters
 from outrider.train.metrics import METRICS_NAME, Metrics
-from outrider.train.optim import build_optimizer
+from outrider.train.optim import build_optimizer, check_optimizer
 from outrider.train.placement import Devices, Relay, find_devices, open_relay
 from outrider.train.processes import Processes
 from outrider.train.resolve import Resolved, resolve
@@ -105,6 +105,7 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     cards that `card_of` tells of. Every process must call it; the first one looks at the disk for all.
     """
     resolved = resolve(config, read_facts(config.target.path))
+    check_optimizer(resolved.config)
     settings = resolved.config.train
     devices = find_devices(settings.device, config.placement, processes.place)
     checkpoint = processes.from_first(lambda: newest_sound(settings.folder))
