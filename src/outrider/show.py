@@ -185,10 +185,6 @@ def show_plan(result: Mapping[str, Any]) -> None:
     for plan in plans[:PLANS_DRAWN]:
         for device in plan["devices"]:
             _show_device(console, plan, device, explain=result["explain"])
-    console.print(f"\nOn the host, in the first process, {result['host_bytes'] / GIB:.1f} GiB:", highlight=False)
-    for line in result["host_lines"]:
-        console.print(f"  {line['name']}, {line['bytes'] / GIB:.1f} GiB = {line['formula']}", highlight=False, markup=False,
-                      soft_wrap=True)
     console.print(f"Times are {result['times']}.", highlight=False)
 
 
@@ -216,4 +212,53 @@ def _show_device(console: Console, plan: Mapping[str, Any], device: Mapping[str,
         for line in sorted(device["lines"], key=lambda line: -line["bytes"]):
             table.add_row(escape(line["name"]), f"{line['bytes'] / GIB:.3f}", line["dtype"],
                           line["phase"] if line["inside"] else "outside the allocator", escape(line["formula"]))
+        console.print(table)
+
+
+REMEDIES_SHOWN, SURPRISES_SHOWN = 6, 8
+ANSWERS = {True: "no", False: "YES", None: "not stated"}
+
+
+def gib(size: int | None) -> str:
+    """Bytes as GiB, or a dash."""
+    return "-" if size is None else f"{size / GIB:.2f}"
+
+
+def show_diagnosis(result: Mapping[str, Any]) -> None:
+    """Why memory ran out: the cause first, what shows it, the questions, plan against measurement, and the ways out."""
+    console = wide_console()
+
+    def tell(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    tell(result["summary"])
+    for shown in result["shown_by"]:
+        tell(f"  {result['source']}:{shown['line']}: {shown['text'][:200]}")
+    if result["note"]:
+        tell(result["note"])
+    for line in result["lines"]:
+        tell(f"ledger: '{line['name']}' ({line['line_bytes'] / GIB:.2f} GiB, {line['lives']}): {line['tensor']}")
+    for other in result["other_causes"]:
+        tell(f"also: {other}")
+    _show_table(console, "", (), [(check["name"], ANSWERS[check["ok"]], check["message"] if check["ok"] is not None else "")
+                                  for check in result["checks"]])
+    rows = result["planned_against_measured"]
+    _show_table(console, "Planned against measured, GiB, largest surprise first", ("line", "planned", "measured", "surprise"), [
+        (row["name"], gib(row["planned"]), gib(row["measured"]), f"{(row['measured'] - row['planned']) / GIB:+.2f}")
+        for row in rows[:SURPRISES_SHOWN]])
+    _show_table(console, "Ways out, GiB as predicted", ("", "peak", "used", "fits", "cost"), [
+        (way["set"], gib(way["peak_bytes"]), gib(way["used_bytes"]), plain(way["fits"]), way["cost"])
+        for way in result["remedies"][:REMEDIES_SHOWN]])
+
+
+def _show_table(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if rows:
+        if title:
+            console.print(title, highlight=False)
+        table = Table(box=None, pad_edge=False, show_header=bool(header))
+        for i, name in enumerate(header or [""] * len(rows[0])):
+            number = name in ("planned", "measured", "surprise", "peak", "used")
+            table.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number or not i)
+        for row in rows:
+            table.add_row(*(escape(cell) for cell in row))
         console.print(table)

@@ -26,7 +26,8 @@ def made(path: Path, job: Job, **changes: Any) -> Record:
     try:
         raise torch.OutOfMemoryError(MESSAGE)
     except RuntimeError as error:
-        record.write(path, error, moment=Moment("backward", 7, True, (5, 5, 6)), job=job, ledger=learner(job), held=held,
+        moment = Moment("backward", 7, True, ((5, 5), (6, 5), (7, 6)))
+        record.write(path, error, moment=moment, job=job, ledger=learner(job), held=held,
                      settings=load_run(BORN_FROM).model_dump(mode="json"), device=torch.device("cpu"), allowed_share=1.0)
     changed = replace(record.read(path), **changes)
     path.write_text(json.dumps(asdict(changed)), encoding="utf-8")
@@ -46,8 +47,8 @@ def test_a_record_reads_back_as_it_was_written(born_from: Job, tmp_path: Path) -
 
 @pytest.mark.parametrize(("content", "message"), [
     ("{}", "no out-of-memory record"), ("[1]", "no out-of-memory record"), ("{", "not valid JSON"), ("", "not valid JSON"),
-    ('{"schema": 2, "versions": {"outrider": "9.1"}}', r"schema = 2, written by outrider 9.1: this version reads 1"),
-    ('{"schema": "\\n1", "versions": 3}', "this version reads 1"), ('{"schema": 1}', "damaged out-of-memory record, written:"),
+    ('{"schema": 3, "versions": {"outrider": "9.1"}}', r"schema = 3, written by outrider 9.1: this version reads 2"),
+    ('{"schema": "\\n1", "versions": 3}', "this version reads 2"), ('{"schema": 2}', "damaged out-of-memory record, written:"),
 ])
 def test_what_is_no_record_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "oom.json").write_text(content, encoding="utf-8")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,18 +186,17 @@ def test_a_disk_that_fails_at_every_file_operation(tmp_path: Path, code: int, wo
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
 def test_a_disk_that_fills_up_in_the_middle_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Half the bytes are there."""
-    real = checkpoint_module.write_tensors
+    """As safetensors does it: half the bytes are there, and the error is no OSError."""
+    real = checkpoint_module.save_file
 
-    def write_half(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> str:
-        total = real(tensors, path, metadata)
+    def save_half(tensors: dict[str, torch.Tensor], path: Path, **rest: Any) -> None:
+        real(tensors, path, **rest)
         if path.name == name:
             path.write_bytes(path.read_bytes()[:1000])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return total
+            raise RuntimeError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
 
     save(tmp_path, 1, 5)
-    monkeypatch.setattr(checkpoint_module, "write_tensors", write_half)
+    monkeypatch.setattr(checkpoint_module, "save_file", save_half)
     with pytest.raises(UserError, match=r"cannot write .*step-00000010: the disk is full"):
         save(tmp_path, 2, 10)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"], "nothing half-written is left"

@@ -8,6 +8,7 @@ import torch
 from test_forecast import card
 from test_loop import assert_same_run
 
+from outrider.cli import doctor
 from outrider.config import RunConfig
 from outrider.errors import RunFailure
 from outrider.planner.doctor import record
@@ -47,7 +48,7 @@ def test_the_record_says_where_and_the_run_goes_on_from_its_checkpoint(
             train(run, check=None, card_of=lambda device: card())
     place = run.train.folder / "out_of_memory.json"
     sentence = str(failure.value)
-    assert f"out of memory after step {steps}, in '{phase}': {MESSAGE}: {place} holds the plan by line" in sentence
+    assert f"out of memory after step {steps}, in '{phase}': {MESSAGE}: `outrider doctor --record {place}` says why" in sentence
     assert "\n" not in sentence
     found = record.read(place)
     assert (found.moment.phase, found.moment.step, found.moment.fused) == (phase, steps, False)
@@ -55,6 +56,9 @@ def test_the_record_says_where_and_the_run_goes_on_from_its_checkpoint(
     assert found.frames[-1].endswith("dies")
     assert found.settings["layout"]["anchors"] == run.layout.anchors
     assert found.by_phase
+    why = doctor(record=place, log=None, run=None, settings=None, row_length=None)
+    assert (why["cause"], why["requested_bytes"]) == ("not stated", 15 * 2**30)  # the message is cut off after the capacity
+    assert f"after step {steps}, in '{phase}'; train.attention was 'dense'" in why["note"]
     masters = next(line.bytes for line in found.lines if line.name == "drafter: masters")
     assert found.held["drafter: masters"] == pytest.approx(masters, rel=0.01)  # a line is one whole tensor, these are many small
     for checkpoint in list_checkpoints(run.train.folder):
@@ -75,6 +79,20 @@ def test_in_the_acceptance_check_and_where_nothing_was_planned(make_run: MakeRun
     assert record.read(run.train.folder / "out_of_memory.json").moment.phase == "check"
     with pytest.raises(RunFailure, match=r"no record of its memory is left; step-.* is whole"):
         train(make_run("unplanned", **{"train.accept_every": 10}), check=check)
+
+
+def test_shared_memory_is_on_record_too_and_told_from_the_cards(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_wide(*args: Any, **options: Any) -> None:
+        raise RuntimeError("No valid triton configs. OutOfMemoryError: out of resource: triton_tem_fused_0 Required: 114688 "
+                           "Hardware limit:101376 Reducing block sizes or `num_stages` may help.")
+
+    run = make_run()
+    monkeypatch.setattr(step, "drafter_terms", too_wide)
+    with pytest.raises(RunFailure, match="outrider doctor --record"):
+        train(run, check=None, card_of=lambda device: card())
+    why = doctor(record=run.train.folder / "out_of_memory.json", log=None, run=None, settings=None, row_length=None)
+    assert why["cause"] == "shared memory"
+    assert why["remedies"] == []
 
 
 def test_other_errors_are_left_alone(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

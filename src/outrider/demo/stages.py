@@ -14,7 +14,7 @@ from outrider.progress import clock, say
 def source_digest(rooms: Sequence[str]) -> str:
     """Digest of the source of the named rooms (or modules) and of the ground modules they all stand on."""
     package = Path(outrider.__file__).parent
-    ground = [p for p in package.glob("*.py") if p.name not in ("cli.py", "progress.py")]
+    ground = [p for p in package.glob("*.py") if p.name != "progress.py"]
     files = sorted({*ground, *(f for room in rooms for f in (package / room).rglob("*.py"))})
     return digest({str(f.relative_to(package)): sha256_file(f) for f in files})
 

@@ -153,8 +153,7 @@ def _working_in_layer(job: Job, i: int) -> Iterator[Line]:
         scores = {"B H": job.rows * d.num_heads, "Q": Q // job.rows, "N": N // job.rows}
         for name, phase in (("flex_attention", at.forward(i)), ("flex_attention_backward", at.back_attention(i))):
             one = line("attention: score matrices", scores, "float32", phase, phase)
-            over = PEAK_OVER_SCORES[name]
-            yield replace(one, formula=f"{over} x ({one.formula})", bytes=int(over * one.bytes))
+            yield replace(one, count=PEAK_OVER_SCORES[name])
 
 
 def _loss(job: Job) -> Iterator[Line]:

@@ -20,20 +20,30 @@ LAST = CHECK
 
 @dataclass(frozen=True)
 class Line:
-    """One large tensor, or a set of `count` like ones: `formula` says how its bytes come about. Lives from `first` to `last`.
+    """One large tensor, or a set of `count` like ones: `tensor` says how the bytes of one come about. Lives from `first` to
+    `last`.
 
-    `inside`: counted by the allocator; else held by the driver, libraries or as gaps.
+    `inside`: counted by the allocator; else held by the driver, libraries or as gaps. `count` need not be whole where it was
+    measured.
     """
 
     name: str
-    formula: str
-    bytes: int
+    tensor: str
+    tensor_bytes: int
     dtype: str
     role: Role
     first: str
     last: str
     inside: bool = True
-    count: int = 1
+    count: float = 1
+
+    @property
+    def bytes(self) -> int:
+        return int(self.count * self.tensor_bytes)
+
+    @property
+    def formula(self) -> str:
+        return self.tensor if self.count == 1 else f"{self.count:g} x {self.tensor}"
 
     @property
     def lifetime(self) -> str:
@@ -71,9 +81,7 @@ def line(
     """A line for `count` tensors of one shape; `shape` names each factor, `{"Q": 8192, "D": 5120}`."""
     size = prod(shape.values()) * BYTES[dtype]
     factors = " x ".join(f"{key} {value:,}" for key, value in shape.items())
-    times = f"{count} x " if count > 1 else ""
-    return Line(name, f"{times}{factors} x {BYTES[dtype]} B", count * (-(-size // GRAIN) * GRAIN), dtype, role, first, last,
-                count=count)
+    return Line(name, f"{factors} x {BYTES[dtype]} B", -(-size // GRAIN) * GRAIN, dtype, role, first, last, count=count)
 
 
 def outside(name: str, formula: str, size: int, *, role: Role = "learn") -> Line:

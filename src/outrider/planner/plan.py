@@ -76,7 +76,7 @@ def make_plans(job: Job, gpus: Sequence[Gpu], *, placements: Sequence[str], vary
     plans = []
     for placement, replicas, cards, sharded in _placements(len(gpus), placements):
         placed = replace(job, replicas=replicas, sharded=sharded)
-        as_given = _plan(placement, placed, gpus[0], cards, {})
+        as_given = plan_of(placement, placed, gpus[0], cards, {})
         plans.append(as_given)
         if vary and not as_given.fits:
             plans += _that_fit(placement, placed, gpus[0], cards)
@@ -101,7 +101,8 @@ def _name(name: str, replicas: int, sharded: bool) -> str:
     return f"{name}, {'fsdp2' if sharded else 'ddp'}" if replicas > 1 else name
 
 
-def _plan(placement: str, job: Job, gpu: Gpu, cards: int, changes: Mapping[str, object]) -> Plan:
+def plan_of(placement: str, job: Job, gpu: Gpu, cards: int, changes: Mapping[str, object]) -> Plan:
+    """One way to run the job: each replica on its own card, with `cards` more for its target, or on one with it (0)."""
     job = replace(job, prefetch=cards > 0)
     devices: tuple[DevicePlan, ...]
     if cards:
@@ -122,14 +123,14 @@ def _plan(placement: str, job: Job, gpu: Gpu, cards: int, changes: Mapping[str, 
 
 def _that_fit(placement: str, job: Job, gpu: Gpu, cards: int) -> Iterator[Plan]:
     """The nearest changes of one setting, then of both, with which the job fits on the cards."""
-    for name, changed in _changes(job):
-        plan = _plan(placement, changed, gpu, cards, name)
+    for name, changed in changes_of(job):
+        plan = plan_of(placement, changed, gpu, cards, name)
         if plan.fits:
             yield plan
             return
 
 
-def _changes(job: Job) -> Iterator[tuple[dict[str, object], Job]]:
+def changes_of(job: Job) -> Iterator[tuple[dict[str, object], Job]]:
     """Ever stronger changes: what costs speed alone, then what costs signal too."""
     budgets = BUDGETS if job.road == "fused" and job.activation_budget > min(BUDGETS) else ()
     for budget in budgets:
@@ -150,7 +151,7 @@ def nearest_that_fits(
     job: Job, usable_bytes: int, *, ledger_of: Callable[[Job], DeviceLedger]
 ) -> tuple[Mapping[str, object], DeviceLedger] | None:
     """The least change with which a card of `usable_bytes` holds what `ledger_of` lays on it, and the ledger then; or None."""
-    for changes, changed in ({}, job), *_changes(job):
+    for changes, changed in ({}, job), *changes_of(job):
         ledger = ledger_of(changed)
         if ledger.device_used_bytes <= usable_bytes:
             return changes, ledger

@@ -36,7 +36,8 @@ def parts(job: Job, gpu: Gpu) -> Parts:
     shape = job.drafter
     seen = job.row_length / 2 + shape.block_size  # an anchor stands anywhere in its row
     flops = count_flops(shape, queries=job.queries, context=job.context, pairs=round(job.queries * seen))
-    learn = flops.total / (gpu.bf16 * DRAFTER_SHARE)
+    again = 0 if job.road != "fused" or job.keeps_feed_forward else 4 * job.queries * shape.hidden_size * shape.intermediate_size
+    learn = (flops.total + again * shape.num_layers) / (gpu.bf16 * DRAFTER_SHARE)  # gate and up once more
     if job.road != "fused":  # every pair, visible or not, goes through memory some times
         scores = 4 * job.rows * shape.num_heads * (job.queries // job.rows) * (job.keys // job.rows) * shape.num_layers
         learn += 2 * sum(PEAK_OVER_SCORES.values()) * scores / (gpu.bandwidth * BANDWIDTH_SHARE)

@@ -7,7 +7,7 @@ import torch
 
 from outrider.errors import UserError
 from outrider.planner.job import Job
-from outrider.planner.ledger import DeviceLedger, capturer, colocated, host, learner
+from outrider.planner.ledger import DeviceLedger, capturer, colocated, learner, ledger_of
 from outrider.planner.plan import nearest_that_fits
 from outrider.planner.run import job_from, telling_line
 from outrider.progress import say
@@ -15,7 +15,6 @@ from outrider.train.placement import Devices
 from outrider.train.resolve import Resolved
 
 GIB = 2**30
-LEDGERS = {("capture", "learn"): colocated, ("learn",): learner, ("capture",): capturer}
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,7 @@ def foresee(resolved: Resolved, devices: Devices, card_of: CardOf, *, row_length
             _check(job, capturer(job), capture_card)
     ledger = learner(job) if devices.capture else colocated(job)
     _check(job, ledger, card)
-    say(f"memory: predicted {ledger.peak_bytes / GIB:.2f} GiB at the peak of {card.allowed_bytes / GIB:.1f} on {card.name}, "
-        f"{sum(line.bytes for line in host(job)) / GIB:.2f} on the host for checkpoints")
+    say(f"memory: predicted {ledger.peak_bytes / GIB:.2f} GiB at the peak of {card.allowed_bytes / GIB:.1f} on {card.name}")
     return Forecast(job, ledger, card)
 
 
@@ -99,7 +97,7 @@ def _check(job: Job, ledger: DeviceLedger, card: Card) -> None:
 
 def _refusal(job: Job, ledger: DeviceLedger, card: Card) -> str:
     line = telling_line(ledger)
-    nearest = nearest_that_fits(job, card.allowed_bytes, ledger_of=LEDGERS[ledger.roles])
+    nearest = nearest_that_fits(job, card.allowed_bytes, ledger_of=lambda changed: ledger_of(changed, ledger.roles))
     if nearest is None:
         way_out = "nothing near it fits: see outrider plan"
     else:

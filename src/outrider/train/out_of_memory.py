@@ -15,7 +15,7 @@ from outrider.train.optim import MOMENTS, plain_state
 from outrider.train.roads import FusedRoad
 from outrider.train.start import Run
 
-STEPS_KEPT = 16  # of allocated bytes, oldest first: what a leak shows in
+STEPS_KEPT = 16  # of allocated bytes, from the first step to the last: what a leak shows in
 
 
 @contextlib.contextmanager
@@ -26,25 +26,40 @@ def recorded(run: Run, watch: Stopwatch, *, phase: str | None = None) -> Iterato
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         when = phase or (watch.part if watch.part in record.PHASES else "load")
         where = f"out of memory after step {run.position.step}, in '{when}': {str(error).strip().splitlines()[0]}"
+        run.keeper.settle()
         saved = list_checkpoints(run.folder)
         rest = f"; {saved[-1].name} is whole, the same command goes on from it" if saved else ""
         if run.forecast is None:
             raise RunFailure(f"{where}: this run was not planned, so no record of its memory is left{rest}") from error
         path = run.folder / ("out_of_memory.json" if run.processes.leads else f"out_of_memory-{run.processes.rank}.json")
-        moment = Moment(when, run.position.step, isinstance(run.road, FusedRoad), tuple(run.allocated[-STEPS_KEPT:]))
+        moment = Moment(when, run.position.step, isinstance(run.road, FusedRoad), _by_step(run))
         cuda = run.device.type == "cuda"
         record.write(
             path, error, moment=moment, settings=run.resolved.config.model_dump(mode="json"), job=run.forecast.job,
             ledger=run.forecast.ledger, held=_held(run), device=run.device,
             allowed_share=torch.cuda.get_per_process_memory_fraction(run.device) if cuda else 1.0,
         )
-        told = f"{path} holds the plan by line and what was allocated, `outrider plan` says what fits"
-        raise RunFailure(f"{where}: {told}{rest}") from error
+        raise RunFailure(f"{where}: `outrider doctor --record {path}` says why, and which settings fit{rest}") from error
     if run.device.type == "cuda" and phase is None:
         run.allocated.append(torch.cuda.memory_allocated(run.device))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Of a device, or of a multiprocessor's shared memory: Triton's OutOfResources, alone or told on by the compiler."""
+    return isinstance(error, torch.OutOfMemoryError) or "OutOfResources" in f"{type(error).__name__} {error}" or (
+        "out of resource: " in str(error))
+
+
+def _by_step(run: Run) -> tuple[tuple[int, int], ...]:
+    """(step, allocated bytes at its end) of at most STEPS_KEPT steps of this start, evenly spread, the last one included."""
+    latest = list(enumerate(run.allocated, start=run.position.step - len(run.allocated) + 1))
+    every = -(-len(latest) // STEPS_KEPT) or 1
+    return tuple(latest[::-every][::-1])
 
 
 def _held(run: Run) -> Mapping[str, Iterable[Tensor]]:

@@ -30,9 +30,9 @@ from outrider.planner.doctor.readings import (
 )
 from outrider.planner.job import Job
 from outrider.planner.ledger import DeviceLedger
-from outrider.planner.lines import Line
+from outrider.planner.lines import Line, Role
 
-SCHEMA = 1
+SCHEMA = 2
 FRAMES_KEPT = 60
 PHASES = ("load", "capture", "forward", "backward", "optimizer", "check")
 
@@ -42,14 +42,14 @@ class Moment:
     """Where a run was when it ran out of memory.
 
     `phase`: of PHASES, as the step's stopwatch has them ("load" before the first step, "check" in the acceptance check). `step`:
-    steps done before. `fused`: attention was proven to run fused (self-test passed, tripwire set). `allocated_by_step`: allocated
-    bytes at the end of the latest steps, oldest first, what a leak shows in.
+    steps done before. `fused`: attention was proven to run fused (self-test passed, tripwire set). `allocated_by_step`: (step,
+    allocated bytes at its end), some steps from the first of this start to the last, what a leak shows in.
     """
 
     phase: str
     step: int
     fused: bool
-    allocated_by_step: tuple[int, ...]
+    allocated_by_step: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Record:
     moment: Moment
     settings: Mapping[str, Any]
     job: Job
-    roles: tuple[str, ...]
+    roles: tuple[Role, ...]
     lines: tuple[Line, ...]
     by_phase: Mapping[str, int]
     held: Mapping[str, int]

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider import show
+from outrider.cli.training import job_of, train_here
 from outrider.command import main as main
 from outrider.command import verb
 from outrider.config import DType, load_run
@@ -121,15 +122,11 @@ def plan(
 
     Example: outrider plan run.toml --gpus "4x rtx-pro-6000"
     """
-    from outrider.features.facts import read_facts
     from outrider.planner.gpus import found_gpus, parse_gpus
-    from outrider.planner.run import job_from, plan_run
-    from outrider.train.resolve import resolve
+    from outrider.planner.run import plan_run
 
     cards = parse_gpus(gpus) if gpus is not None else found_gpus()
-    config = load_run(run, [*(settings or ()), "train.device=cuda"])
-    resolved = resolve(config, read_facts(config.target.path))
-    job = job_from(resolved.config, resolved.shape, row_length=row_length, suppositions=suppose or ())
+    _, job = job_of(run, settings or (), row_length=row_length, suppositions=suppose or ())
     return plan_run(job, cards, placement=placement, vary=not as_given, explain=explain)
 
 
@@ -157,45 +154,27 @@ def train(
     return result
 
 
-def train_here(run: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """`train` in this process, alone or as one of several."""
-    from outrider.train.loop import train as start
+@functools.partial(verb, display=show.show_diagnosis)
+def doctor(
+    record: Annotated[Path | None, typer.Option(help="out_of_memory.json, left by a run that ended in an out-of-memory.")] = None,
+    log: Annotated[Path | None, typer.Option(help="What a run printed, a traceback at least; of any trainer.")] = None,
+    run: Annotated[Path | None, typer.Option(help="With --log: the run file (TOML), for ledger lines and ways out.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the run file; repeatable.")] = None,
+    row_length: Annotated[int | None, typer.Option(help="Tokens a row; by default that of the prepared rows, else 8192.")] = None,
+) -> dict[str, Any]:
+    """Say why memory ran out, in the lines of the ledger, and which settings fit.
 
-    config = load_run(run, settings)
-    return start(config, check=acceptance_check(config), initial=initial_drafter(config))
+    Example: outrider doctor --log train.log --run run.toml
+    """
+    from outrider.cli.diagnosis import explain_log, explain_record
 
-
-def initial_drafter(config: Any) -> Any:
-    """What opens the drafter that a fresh run begins from, or None when the run begins from scratch."""
-    from outrider.train.initial import Initial
-    from outrider.weights.opening import open_drafter, read_target_digest
-
-    path = config.train.init_from
-    if path is None:
-        return None
-    return lambda: Initial(open_drafter(path, dtype="float32", device="cpu"), read_target_digest(path))
-
-
-def acceptance_check(config: Any) -> Any:
-    """What the loop calls to measure the real accepted length on held-out prompts, or None when the run names none."""
-    from outrider.data.prompts import read_prompts
-    from outrider.features.target import load_tokenizer
-    from outrider.verify.sampling import DecodeOptions
-    from outrider.verify.score import measure_acceptance
-
-    if config.data.heldout is None:
-        if config.train.accept_every is not None:
-            raise UserError(f"train.accept_every = {config.train.accept_every}: needs prompts to measure on: set data.heldout")
-        return None
-    tokenizer = load_tokenizer(config.target.path)
-    prompts = [p.ids for p in read_prompts(config.data.heldout, tokenizer, template_options={})][: config.train.accept_prompts]
-
-    def check(target: Any, drafter: Any) -> Any:
-        stop_ids = tuple(target.stop_ids(tokenizer))
-        return measure_acceptance(target, drafter, prompts,
-                                  DecodeOptions.greedy(max_new_tokens=config.train.accept_tokens, stop_ids=stop_ids))
-
-    return check
+    if record is not None and not (log is None and run is None):
+        raise UserError(f"--record {record}: it holds its run's settings: leave --log and --run out")
+    if record is not None:
+        return explain_record(record)
+    if log is None:
+        raise UserError("--record or --log: name what the run left: the out_of_memory.json in its folder, or what it printed")
+    return explain_log(log, run, settings or (), row_length)
 
 
 @functools.partial(verb, display=show.show_evaluation)
@@ -410,6 +389,3 @@ def _device(name: str) -> str:
         raise UserError(f"--device {name}: must be cpu, or cuda where a CUDA device is found")
     return name
 
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,60 @@
+"""Takes a run file, joins what its training needs of rooms that do not know each other: target, prompts, drafters, loop."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.config import load_run
+from outrider.errors import UserError
+
+
+def job_of(run: Path, settings: Sequence[str], *, row_length: int | None, suppositions: Sequence[str]) -> Any:
+    """A run file, resolved for a GPU, and its job for the ledger."""
+    from outrider.features.facts import read_facts
+    from outrider.planner.run import job_from
+    from outrider.train.resolve import resolve
+
+    config = load_run(run, [*settings, "train.device=cuda"])
+    resolved = resolve(config, read_facts(config.target.path))
+    return resolved, job_from(resolved.config, resolved.shape, row_length=row_length, suppositions=suppositions)
+
+
+def train_here(run: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """`train` in this process, alone or as one of several."""
+    from outrider.train.loop import train as start
+
+    config = load_run(run, settings)
+    return start(config, check=acceptance_check(config), initial=initial_drafter(config))
+
+
+def initial_drafter(config: Any) -> Any:
+    """What opens the drafter that a fresh run begins from, or None when the run begins from scratch."""
+    from outrider.train.initial import Initial
+    from outrider.weights.opening import open_drafter, read_target_digest
+
+    path = config.train.init_from
+    if path is None:
+        return None
+    return lambda: Initial(open_drafter(path, dtype="float32", device="cpu"), read_target_digest(path))
+
+
+def acceptance_check(config: Any) -> Any:
+    """What the loop calls to measure the real accepted length on held-out prompts, or None when the run names none."""
+    from outrider.data.prompts import read_prompts
+    from outrider.features.target import load_tokenizer
+    from outrider.verify.sampling import DecodeOptions
+    from outrider.verify.score import measure_acceptance
+
+    if config.data.heldout is None:
+        if config.train.accept_every is not None:
+            raise UserError(f"train.accept_every = {config.train.accept_every}: needs prompts to measure on: set data.heldout")
+        return None
+    tokenizer = load_tokenizer(config.target.path)
+    prompts = [p.ids for p in read_prompts(config.data.heldout, tokenizer, template_options={})][: config.train.accept_prompts]
+
+    def check(target: Any, drafter: Any) -> Any:
+        stop_ids = tuple(target.stop_ids(tokenizer))
+        return measure_acceptance(target, drafter, prompts,
+                                  DecodeOptions.greedy(max_new_tokens=config.train.accept_tokens, stop_ids=stop_ids))
+
+    return check

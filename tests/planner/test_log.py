@@ -1,0 +1,93 @@
+"""Plain-text logs: the first cause of each, and no claim that a log does not support."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import UserError
+from outrider.planner.doctor.causes import NO_MEMORY, NOT_STATED, find_causes
+from outrider.planner.doctor.log import read_log, read_text
+
+LOGS = Path(__file__).parent / "logs"
+EXPECTED = {
+    "attention-backward-dense": "unfused attention", "attention-forward-dense": "unfused attention",
+    "attention-target-eager": "unfused attention", "attention-recompile-limit": "unfused attention",
+    "logits-cross-entropy-old": "logits", "logits-upcast": "logits", "ranks-interleaved-logits": "logits",
+    "optimizer-first-step": "optimizer birth", "optimizer-first-step-typo-era": "optimizer birth",
+    "optimizer-late-look-alike": "too large", "gradients-collected": "gradient birth",
+    "gradients-accumulate-fsdp": "gradient birth", "fragmentation-new": "fragmentation", "fragmentation-old": "fragmentation",
+    "fragmentation-with-logits": "fragmentation", "process-server": "another process", "process-two-others": "another process",
+    "process-container-look-alike": "too large", "process-desktop-look-alike": "too large", "nccl-calloc": "NCCL",
+    "nccl-failure-2": "NCCL", "nccl-timeout-look-alike": NO_MEMORY, "shared-memory-triton": "shared memory",
+    "shared-memory-inductor": "shared memory", "host-dev-shm-look-alike": "host memory", "host-slurm": "host memory",
+    "host-cpu-allocator": "host memory", "host-kernel": "host memory", "killed-by-nobody-known": NOT_STATED,
+    "leak-growing": "leak", "steady-look-alike": "too large", "weights-loading": "weights", "weights-module-to": "weights",
+    "checkpoint-load": "checkpoint load", "block-mask-eager": "block mask", "too-large-forward": "too large",
+    "too-large-capped": "too large", "too-large-hip": "too large", "private-pools": "private pools",
+    "target-forward": "target's forward", "truncated-before-numbers": NOT_STATED, "asynchronous-no-numbers": NOT_STATED,
+    "cublas-handle": NOT_STATED, "illegal-access-look-alike": NO_MEMORY, "unrelated": NO_MEMORY,
+    "only-the-last-lines": NOT_STATED,
+}
+
+
+def test_every_log_has_an_expectation() -> None:
+    assert {path.stem for path in LOGS.glob("*.log")} == EXPECTED.keys()
+    assert len(EXPECTED) >= 30
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_first_cause(name: str) -> None:
+    assert find_causes(read_log(LOGS / f"{name}.log"))[0].name == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_no_rule_keys_on_a_number_or_a_path(name: str) -> None:
+    """All sizes scaled alike, all line numbers, pids and folders other: the same cause."""
+    chance = random.Random(name)
+    factor = chance.uniform(0.8, 1.25)
+    text = (LOGS / f"{name}.log").read_text(encoding="utf-8")
+    text = re.sub(r"(\d+\.\d\d) (?=[GM]iB)", lambda m: f"{float(m[1]) * factor:.2f} ", text)
+    text = re.sub(r", line \d+, in", lambda m: f", line {chance.randrange(9999)}, in", text)
+    text = re.sub(r"(?<=Process )\d+(?= has)|(?<=pid: )\d+", lambda m: str(chance.randrange(1, 99999)), text)
+    text = text.replace("/opt/venv/lib/python3.12", "/usr/local/lib/python3.13")
+    noise = "INFO: data loader ready\nwandb: run synced\n"
+    assert find_causes(read_text(noise + text + noise))[0].name == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_size_in_a_sentence_is_stated_in_the_log(name: str) -> None:
+    """But for sums of sizes that are (other processes, reserved less allocated) and a leak's rate."""
+    log = read_log(LOGS / f"{name}.log")
+    first = find_causes(log)[0]
+    stated = [float(n) * {"G": 1, "M": 1 / 1024}[u] for n, u in re.findall(r"(\d+(?:\.\d+)?) ([GM])iB", "\n".join(log.lines))]
+    sums = [sum(used for _, used in log.others) / 2**30, (log.unallocated or 0) / 2**30]
+    for size in map(float, re.findall(r"([\d.]+) GiB", first.sentence)):
+        assert any(size == pytest.approx(known, abs=0.006) for known in stated + sums), first.sentence
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_log_cut_anywhere_is_read_without_an_error(name: str) -> None:
+    text = (LOGS / f"{name}.log").read_text(encoding="utf-8")
+    for cut in range(0, len(text), max(1, len(text) // 40)):
+        assert find_causes(read_text(text[:cut]))
+        assert find_causes(read_text(text[cut:]))
+
+
+def test_the_ranks_of_an_interleaved_log_are_told_apart() -> None:
+    log = read_log(LOGS / "ranks-interleaved-logits.log")
+    assert [frame.function for frame in log.frames] == ["main", "head_loss", "cross_entropy"]
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "the log is missing"), (b"", "the log is empty"), (b" \n", "the log is empty"), (bytes(range(9)), "a binary file"),
+])
+def test_what_is_no_log(content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_log(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_log(tmp_path)
