@@ -121,7 +121,7 @@ class TrainConfig(Section):
     left out. `activation_budget`: on the fused road, the share of activations kept for the backward, the rest made again.
     `accept_every`: steps between measurements of the real accepted length on `data.heldout`, greedy, `accept_prompts` prompts of
     `accept_tokens` tokens. `max_hours`: wall-clock budget of one start; the run saves and stops in time, and the same command
-    goes on.
+    goes on. `trace_steps`: in the first so many steps of a start it is recorded what ran when on which device, `trace.json`.
     """
 
     folder: Place
@@ -138,6 +138,7 @@ class TrainConfig(Section):
     log_every: Positive = 1
     tracker: Literal["tensorboard"] | None = None
     max_hours: Annotated[Real, Field(gt=0)] | None = None
+    trace_steps: Annotated[Whole, Field(ge=0)] = 0
     accept_every: Positive | None = None
     accept_prompts: Positive = 16
     accept_tokens: Positive = 128

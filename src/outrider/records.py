@@ -1,4 +1,4 @@
-"""What travels between the rooms, in this order: TokenRows > Features > DraftBlocks > LossTerms > StepReport; AcceptReport.
+"""What travels between the rooms, in this order: TokenRows > Features > DraftBlocks > LossTerms > StepReport; AcceptReport, Span.
 
 Shape letters: B rows, S row length, A anchors per row, K block size, L captured layers, D width, F = L * D, V vocabulary,
 H query heads, G key/value heads, C head dim, Q = A * K queries, N = S + Q keys, n drafter layers.
@@ -151,6 +151,16 @@ class AcceptReport:
         """Slots 1..K-1: share of all forwards in which the slot and all before it were accepted; they add up to tau - 1, but for
         what a text's end cut off."""
         return [a / self.forwards if self.forwards else 0.0 for a in self.accepted_K[1:]]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Labelled work on a lane (a device's queue) from `begin` to `end`, ms: a piece of a time line, traced or simulated."""
+
+    lane: str
+    label: str
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,9 @@ BAR_COLOURS = ("blue", "magenta", "cyan", "yellow", "green", "red", "bright_blue
 PLAN_COLUMNS = {"placement": "left", "changed settings": "left", "fits": "left", "peak GiB used": "right", "headroom": "right",
                 "step": "right", "supervised/s": "right", "row tokens/s": "right", "slowest": "left"}
 PLANS_DRAWN = 2
+SIMULATED_COLUMNS = {"placement": "left", "needs": "left", "fits": "left", "step": "right", "supervised/s": "right",
+                     "drafter cards wait": "right", "target cards wait": "right"}
+TIME_COLUMNS = 100
 
 
 def show_plan(result: Mapping[str, Any]) -> None:
@@ -186,6 +189,45 @@ def show_plan(result: Mapping[str, Any]) -> None:
         for device in plan["devices"]:
             _show_device(console, plan, device, explain=result["explain"])
     console.print(f"Times are {result['times']}.", highlight=False)
+    if "simulated" in result:
+        show_simulation(console, result["simulated"])
+
+
+def show_simulation(console: Console, simulated: Mapping[str, Any]) -> None:
+    """The arrangements of so many GPUs in one table, the best for fewer, and two steps of the best as bars, one a lane."""
+    console.print(f"\nSimulated: {simulated['gpus']} GPUs, machines of {simulated['gpus_per_machine']}, targets "
+                  f"{simulated['turns']}; stage times: {simulated['times']}.", highlight=False, markup=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for name, justify in SIMULATED_COLUMNS.items():
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for one in simulated["arrangements"]:
+        changes = ", ".join(f"{key}={value}" for key, value in one["changes"].items())
+        table.add_row(one["placement"], changes or "-", "yes" if one["fits"] else "NO", f"{one['step_ms']:,.0f} ms",
+                      f"{one['supervised_tokens_per_s']:,.0f}", *(share(one["waits"].get(side)) for side in ("learn", "capture")))
+    console.print(table)
+    if len(simulated["by_gpus"]) > 1:
+        best = ", ".join(f"{one['gpus']}: {one['supervised_tokens_per_s']:,.0f}" for one in simulated["by_gpus"])
+        console.print(f"Best supervised tokens/s by number of GPUs: {best}.", highlight=False)
+    console.print(f"Two steps of: {simulated['arrangements'][0]['placement']}", highlight=False, markup=False)
+    for line in time_line_bars(simulated["spans"]):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def time_line_bars(spans: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Spans as one bar a lane (rich markup), a letter a column: the first of its label, a dot where the lane stands idle."""
+    ended = max(span["end_ms"] for span in spans)
+    labels = {span["label"]: BAR_COLOURS[i] for i, span in enumerate({s["label"]: s for s in spans}.values())}
+    lines = []
+    for lane in sorted({span["lane"] for span in spans}):
+        columns = ["."] * TIME_COLUMNS
+        for span in spans:
+            if span["lane"] == lane:
+                first, last = (round(TIME_COLUMNS * span[key] / ended) for key in ("begin_ms", "end_ms"))
+                letter = f"[{labels[span['label']]}]{span['label'][0]}[/{labels[span['label']]}]"
+                columns[first:last] = [letter] * (last - first)
+        lines.append(f"{escape(lane):>12} |{''.join(columns)}|")
+    legend = ", ".join(f"[{colour}]{label[0]}[/{colour}] {label}" for label, colour in labels.items())
+    return [*lines, f"{'':>12}  0 to {ended:,.0f} ms; {legend}"]
 
 
 def _show_device(console: Console, plan: Mapping[str, Any], device: Mapping[str, Any], *, explain: bool) -> None:

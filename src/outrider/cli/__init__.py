@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider import show
-from outrider.cli.training import job_of, train_here
+from outrider.cli.training import train_here
 from outrider.command import main as main
 from outrider.command import verb
 from outrider.config import DType, load_run
@@ -117,17 +117,19 @@ def plan(
         help="What if it went wrong: unfused-attention, plain-logits or eager-mask; repeatable.")] = None,
     as_given: Annotated[bool, typer.Option("--as-given", help="No other settings where the run file's own do not fit.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Every line of every device.")] = False,
+    simulate: Annotated[int | None, typer.Option(help="Time line and speed on so many GPUs, machines as --gpus has.")] = None,
+    times: Annotated[Path | None, typer.Option(help="Measured stage times: a traced run, or a TOML or JSON file.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Draw the simulated time line: .html or .svg.")] = None,
 ) -> dict[str, Any]:
     """Say what a run needs on each GPU, what fits and how fast it will be; needs no GPU and no weights.
 
     Example: outrider plan run.toml --gpus "4x rtx-pro-6000"
     """
-    from outrider.planner.gpus import found_gpus, parse_gpus
-    from outrider.planner.run import plan_run
+    from outrider.cli.outlook import Ahead, plan_from
 
-    cards = parse_gpus(gpus) if gpus is not None else found_gpus()
-    _, job = job_of(run, settings or (), row_length=row_length, suppositions=suppose or ())
-    return plan_run(job, cards, placement=placement, vary=not as_given, explain=explain)
+    ahead = Ahead(simulate, times, page)
+    return plan_from(run, gpus, settings or (), placement=placement, row_length=row_length, suppositions=suppose or (),
+                     vary=not as_given, explain=explain, ahead=ahead)
 
 
 @verb

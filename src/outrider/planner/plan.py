@@ -88,16 +88,22 @@ def _placements(count: int, wanted: Sequence[str]) -> Iterator[tuple[str, int, i
     for replicas in sorted({1, count}):
         if "colocated" in wanted:
             for sharded in (False, True)[: 1 if replicas == 1 else 2]:
-                yield _name(f"{replicas} x target and drafter on one card", replicas, sharded), replicas, 0, sharded
+                yield placement_name(replicas, 0, sharded), replicas, 0, sharded
     if "pairs" in wanted:
         for replicas in sorted({1, count // 2} - {0}):
-            name = f"{replicas} pair{'s' if replicas > 1 else ''}: target card, drafter card"
-            yield _name(name, replicas, False), replicas, 1, False
+            yield placement_name(replicas, 1, False), replicas, 1, False
     if "fan-in" in wanted and count > 2:
-        yield f"{count - 1} target cards feed 1 drafter card", 1, count - 1, False
+        yield placement_name(1, count - 1, False), 1, count - 1, False
 
 
-def _name(name: str, replicas: int, sharded: bool) -> str:
+def placement_name(replicas: int, cards: int, sharded: bool) -> str:
+    """What a person calls `replicas` learners with `cards` for capture each."""
+    if cards > 1:
+        name = f"{f'{replicas} x ' if replicas > 1 else ''}{cards} target cards feed 1 drafter card"
+    elif cards:
+        name = f"{replicas} pair{'s' if replicas > 1 else ''}: target card, drafter card"
+    else:
+        name = f"{replicas} x target and drafter on one card"
     return f"{name}, {'fsdp2' if sharded else 'ddp'}" if replicas > 1 else name
 
 

@@ -16,7 +16,7 @@ from outrider.planner.job import Job
 DRAFTER_SHARE, TARGET_SHARE = 610 / 989, 417 / 989  # of a card's stated bf16 rate
 BANDWIDTH_SHARE = 0.85
 UPDATE_BYTES = 4 + 4 + 3 * 8 + 2  # a parameter: norm reads the gradient; the update gradient, master and moments; compute copy
-SUM_SHARE = 0.7  # of a link, in sums over processes
+LINK_SHARE = 0.7  # of a link, in copies to another card and sums over processes
 
 
 @dataclass(frozen=True)
@@ -48,4 +48,4 @@ def parts(job: Job, gpu: Gpu) -> Parts:
 def sum_ms(job: Job, gpu: Gpu) -> float:
     """Adding up the fp32 gradients of all replicas, a ring: each card sends and takes 2 (n - 1) / n of them."""
     n = job.replicas
-    return 0.0 if n == 1 else 1e3 * 4 * job.parameters * 2 * (n - 1) / n / (gpu.link * SUM_SHARE)
+    return 0.0 if n == 1 else 1e3 * 4 * job.parameters * 2 * (n - 1) / n / (gpu.link * LINK_SHARE)

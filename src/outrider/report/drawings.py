@@ -8,6 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from outrider.records import Span
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito: told apart by all eyes
 MOST_POINTS = 400  # a drawing has about this many columns of pixels
 Series = tuple[Sequence[float], Sequence[float]]
@@ -54,6 +56,25 @@ def stacked(at: Sequence[float], parts: Mapping[str, Sequence[float]], *, x: str
     reduced = {name: binned(at, values)[0] for name, values in parts.items()}
     middles = next(iter(reduced.values()))[0]
     axes.stackplot(middles, [means for _, means in reduced.values()], labels=list(reduced), colors=COLOURS[: len(reduced)])
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    return _svg(figure)
+
+
+def time_line(spans: Sequence[Span]) -> str:
+    """Lanes below each other, in the order of their names; a bar a span, one colour a label."""
+    names = sorted({span.lane for span in spans})
+    labels = list(dict.fromkeys(span.label for span in sorted(spans, key=lambda span: span.label)))
+    figure, axes = _figure("ms", "")
+    figure.set_size_inches(8, 1.2 + 0.35 * len(names))
+    for label, colour in zip(labels, COLOURS * (len(labels) // len(COLOURS) + 1), strict=False):
+        for i, lane in enumerate(names):
+            bars = [(s.begin, s.end - s.begin) for s in spans if s.lane == lane and s.label == label]
+            if bars:
+                axes.broken_barh(bars, (i - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.5)
+        axes.bar([0.0], [0.0], color=colour, label=label)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(left=0.0)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return _svg(figure)
 

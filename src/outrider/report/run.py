@@ -11,6 +11,7 @@ from outrider.errors import UserError
 from outrider.files import write_atomic
 from outrider.report.drawings import Series, by_slot, lines, stacked
 from outrider.report.page import Section, note, page, table, verbatim
+from outrider.report.timeline import traced
 
 METRICS_NAME, RESOLVED_NAME = "metrics.jsonl", "resolved.toml"  # as train/ writes them
 SLOTS_DRAWN = 5  # curves by slot: more than these cannot be told apart
@@ -38,7 +39,7 @@ def report(run: Path, out: Path | None = None) -> dict[str, Any]:
     """
     metrics = read_metrics(run)
     resolved = _text(run / RESOLVED_NAME)
-    sections = [_summary(metrics), _accepted(metrics), _learning(metrics), _time(metrics), _incidents(metrics),
+    sections = [_summary(metrics), _accepted(metrics), _learning(metrics), _time(metrics), traced(run), _incidents(metrics),
                 Section("Settings", [note("The run file with every default and derived value."), verbatim(resolved)])]
     destination = out or run / "report.html"
     text = page(f"Run {run.resolve().name}", sections)

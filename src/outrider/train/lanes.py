@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outrider.records import Span
+
 Work = Callable[[], Tensor]
 POLL_S = 2e-4  # between two looks at a device's event: far below a step
 
@@ -43,29 +45,31 @@ class Lane(Protocol):
         """Queue `work` behind what is queued here and behind `after`."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """Labelled work on a lane from `begin` to `end`, ms."""
-
-    lane: str
-    label: str
-    begin: float
-    end: float
-
-
 @dataclass
 class Trace:
-    """Records when labelled work ran on which lane; costs two events a job on CUDA. Make it when the devices are idle."""
+    """Records when labelled work ran on which lane, while `on`; costs two events a job on CUDA. Make it when the devices are
+    idle."""
 
     devices: Sequence[torch.device]
+    on: bool = True
     _origins: dict[torch.device, "Stamp"] = field(default_factory=dict)
     _marks: list[tuple[str, str, "Stamp", "Stamp"]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.began = time.time()  # what traces of several processes have in common
         self._origins = {device: stamp(device) for device in self.devices}
 
-    def add(self, lane: str, label: str, begin: "Stamp", end: "Stamp") -> None:
-        self._marks.append((lane, label, begin, end))
+    def begin(self, device: torch.device) -> "Stamp | None":
+        """Now, on the current stream of `device`; None once the trace is off."""
+        return stamp(device) if self.on else None
+
+    def end(self, lane: str, label: str, begin: "Stamp | None") -> "Stamp | None":
+        """What began at `begin` ends now, on the current stream of its device; gives that moment."""
+        if begin is None or not self.on:
+            return None
+        now = stamp(begin.device)
+        self._marks.append((lane, label, begin, now))
+        return now
 
     def spans(self) -> list[Span]:
         """All that was recorded, in milliseconds since the trace was made; waits for the devices."""
@@ -172,10 +176,10 @@ class StreamLane:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             for job in after:
                 job.follow(0.0)
-            begin = stamp(self.device) if self.trace else None
+            begin = self.trace.begin(self.device) if self.trace else None
             result = work()
-            if self.trace and begin:
-                self.trace.add(self.name, label, begin, stamp(self.device))
+            if self.trace:
+                self.trace.end(self.name, label, begin)
             event = torch.cuda.Event()
             event.record(self._stream)
         return StreamJob(result, event)
@@ -194,10 +198,10 @@ class ThreadLane:
         def run() -> Tensor:
             for job in after:
                 job.value()
-            begin = stamp(self.device)
+            begin = self.trace.begin(self.device) if self.trace else None
             result = work()
             if self.trace:
-                self.trace.add(self.name, label, begin, stamp(self.device))
+                self.trace.end(self.name, label, begin)
             return result
 
         return ThreadJob(self._thread.submit(run))
@@ -214,10 +218,10 @@ class OwnLane:
     def launch(self, label: str, work: Work, after: Sequence[Job]) -> Job:
         for job in after:
             job.follow(0.0)
-        begin = stamp(self.device) if self.trace else None
+        begin = self.trace.begin(self.device) if self.trace else None
         result = work()
-        if self.trace and begin:
-            self.trace.add(self.name, label, begin, stamp(self.device))
+        if self.trace:
+            self.trace.end(self.name, label, begin)
         return DoneJob(result)
 
 

@@ -29,6 +29,7 @@ from outrider.train.rehearsal import rehearse
 from outrider.train.signals import StopRequests
 from outrider.train.start import Run, start
 from outrider.train.step import run_step
+from outrider.train.tracing import keep_trace
 from outrider.train.watchdog import Watchdog
 
 AcceptanceCheck = Callable[[Target, Drafter], AcceptReport]
@@ -109,6 +110,7 @@ def _iterate(
             return stopped
         started = time.monotonic()
         _one_step(run, run.position.step, bar)
+        keep_trace(run)
         slowest_s = max(slowest_s, time.monotonic() - started)
 
 

@@ -18,7 +18,7 @@ from outrider.config import PlacementConfig, RunConfig
 from outrider.errors import UserError
 from outrider.features.capture import FeatureSource
 from outrider.records import Features, TokenRows
-from outrider.train.lanes import Job, Lane, OwnLane, Stamp, Trace, moment, side_lane, stamp
+from outrider.train.lanes import Job, Lane, OwnLane, Stamp, Trace, moment, side_lane
 from outrider.train.processes import Place
 
 
@@ -142,10 +142,13 @@ class Relay:
         self._present: Parcel | None = None
         self._launched = 0
         self._since: Stamp | None = None
+        self._summed = False
 
     def features(self, rows: TokenRows) -> Features:
         """Features `[B, S, F]` of `rows` (on the CPU) on the learning device; good until the next call."""
-        self._mark("update")
+        if self._summed:
+            self.mark("update")
+        self._summed = False
         if self._present is not None:
             self._read[self._present.lane.name] = moment(self.learn)
             self._present = None
@@ -157,12 +160,12 @@ class Relay:
         with self._first_cause(parcel):
             parcel.job.follow(self.timeout_s)
             values = parcel.job.value()
-        self._since = stamp(self.learn) if self.trace else None
+        self._since = self.trace.begin(self.learn) if self.trace else None
         return Features(values)
 
     def expect(self, coming: Sequence[TokenRows]) -> None:
         """Begin with the capture of `coming`, and with the crossing of the first; then see that the present ones have come."""
-        self._mark("learn")
+        self.mark("learn")
         for rows in coming[len(self._coming):]:
             self._launch(rows)
         if self._coming:
@@ -170,6 +173,7 @@ class Relay:
         if self._present is not None:
             with self._first_cause(self._present):
                 self._present.job.wait(self.timeout_s)
+        self._since = self.trace.begin(self.learn) if self.trace else None  # launching and waiting are no work of the device
 
     def again(self, rows: TokenRows) -> Features:
         """Features of `rows` (on the CPU) out of turn, on the caller's own queue."""
@@ -182,6 +186,12 @@ class Relay:
         for parcel in self._coming:
             with self._first_cause(parcel):
                 parcel.job.wait(self.timeout_s)
+
+    def mark(self, label: str) -> None:
+        """For the trace: what the learning device did since the last mark, or since it had features, was `label`."""
+        self._summed = self._summed or label == "sum"
+        if self.trace:
+            self._since = self.trace.end("learn", label, self._since)
 
     def _launch(self, rows: TokenRows) -> None:
         number = self._launched % len(self.sources)
@@ -215,13 +225,6 @@ class Relay:
                                f"{' and then '.join(late)}") from error
         except RuntimeError as error:
             raise RuntimeError(f"{error} ({which}, by {' and then '.join(parcel.jobs)})") from error
-
-    def _mark(self, label: str) -> None:
-        """Close the learning lane's span, and open the next."""
-        if self.trace and self._since is not None:
-            now = stamp(self.learn)
-            self.trace.add("learn", label, self._since, now)
-            self._since = now
 
 
 def open_relay(

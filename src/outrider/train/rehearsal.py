@@ -55,6 +55,9 @@ class OutOfTurn:
     def expect(self, coming: Sequence[TokenRows]) -> None:
         pass
 
+    def mark(self, label: str) -> None:
+        pass
+
 
 def worst_rows(rows: PreparedRows, count: int) -> TokenRows | None:
     """`count` rows, among the first ROWS_LOOKED_AT, with the longest documents: a target that runs each document on its own is

@@ -36,6 +36,7 @@ from outrider.train.forecast import CardOf, Forecast, foresee
 from outrider.train.guards import DiskWatch
 from outrider.train.initial import OpenInitial, check_initial
 from outrider.train.keeper import Keeper
+from outrider.train.lanes import Trace
 from outrider.train.masters import open_masters
 from outrider.train.metrics import METRICS_NAME, Metrics
 from outrider.train.optim import build_optimizer, check_optimizer
@@ -50,7 +51,8 @@ RESOLVED_NAME = "resolved.toml"
 FEATURES_NAME = "features"
 STATE_BYTES = 12  # a parameter in a checkpoint: its fp32 master and two fp32 moments
 FREE_TO_CHANGE = {"train.folder", "train.log_every", "train.tracker", "train.max_hours", "train.accept_every",
-                  "train.accept_prompts", "train.accept_tokens", "features.kernel_cache", "features.require_fast_kernels"}
+                  "train.accept_prompts", "train.accept_tokens", "train.trace_steps", "features.kernel_cache",
+                  "features.require_fast_kernels"}
 FREE_SECTIONS = {"checkpoint", "guards", "placement"}
 
 
@@ -58,7 +60,7 @@ FREE_SECTIONS = {"checkpoint", "guards", "placement"}
 class Run:
     """Everything one process of a training run holds while it lasts; `position` says how far the run is, `clock_zero` when it
     would have begun had it never been interrupted (time.monotonic). `read`: rows read ahead, by step and micro-batch.
-    `allocated`: bytes on the device at the end of each step."""
+    `allocated`: bytes on the device at the end of each step. `traced`: steps in the relay's trace."""
 
     resolved: Resolved
     rows: PreparedRows
@@ -74,6 +76,7 @@ class Run:
     forecast: Forecast | None
     read: dict[tuple[int, int], TokenRows] = field(default_factory=dict)
     allocated: list[int] = field(default_factory=list)
+    traced: int = 0
 
     @property
     def road(self) -> Road:
@@ -121,7 +124,8 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     provenance = Provenance(inputs["target.path"], inputs["data.rows"], len(rows), settings.folder / FEATURES_NAME)
     answers = config.data.heldout is not None and processes.leads
     sources, ends = _open_sources(resolved, devices, provenance, rows.batch([0]), answers=answers)
-    relay = open_relay(sources, devices, config.placement, meeting=digest(str(settings.folder.resolve()))[:16], trace=None)
+    relay = open_relay(sources, devices, config.placement, meeting=digest(str(settings.folder.resolve()))[:16],
+                       trace=Trace(devices.all) if settings.trace_steps else None)
     learner = _build_learner(begun or build_drafter(resolved, ends), resolved, ends, devices.learn, processes)
     if checkpoint is None:
         position = Position()

@@ -46,6 +46,9 @@ class Supply(Protocol):
     def again(self, rows: TokenRows) -> Features:
         """Features of `rows` (on the CPU) out of turn."""
 
+    def mark(self, label: str) -> None:
+        """For a trace: what the drafter's device did since the last mark was `label`."""
+
 
 @dataclass(frozen=True)
 class Learner:
@@ -121,6 +124,7 @@ def run_step(
     assert terms is not None
     with watch("optimizer"):
         masters.sum_gradients()
+        supply.mark("sum")
         norm = clip_and_update(learner, clip_norm)
     return StepSums(sum_terms(terms, masters.processes), norm, counts_3[1], counts_3[2])
 

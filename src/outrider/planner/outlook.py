@@ -1,0 +1,83 @@
+"""Takes a job, a kind of card and stage times, gives what each arrangement of so many cards brings, best first; runs nothing."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from outrider.config import PlacementConfig
+from outrider.errors import UserError
+from outrider.planner.gpus import Gpu
+from outrider.planner.job import Job
+from outrider.planner.measured import Measured
+from outrider.planner.plan import placement_name, plan_of
+from outrider.planner.simulate import Arrangement, Simulated, StageTimes, arrangements_of, simulate
+from outrider.planner.speed import LINK_SHARE, parts, sum_ms
+from outrider.planner.timeline import within
+
+MOST_GPUS = 64
+STEPS_DRAWN, PROCESSES_DRAWN = 2, 4
+
+
+def look_ahead(
+    job: Job, gpu: Gpu, per_machine: int, gpus: int, measured: Measured | None, settings: PlacementConfig
+) -> dict[str, Any]:
+    """What `outrider plan --simulate` adds to a plan: every arrangement of `gpus` cards, the best one's time line, and the best
+    for each smaller number of cards that is a power of two.
+
+    `per_machine`: cards of one machine. Times that were not measured are the plan's own. A step has `train.accumulation`
+    micro-batches, at least one a process: where the run file has fewer, `changes` says what it needs. Raises UserError.
+    """
+    if not 1 <= gpus <= MOST_GPUS:
+        raise UserError(f"--simulate {gpus}: must be a number of GPUs from 1 to {MOST_GPUS}")
+    found = list(_arranged(job, gpu, per_machine, gpus, measured, settings))
+    counts = [2**i for i in range(gpus.bit_length()) if 2**i < gpus]
+    smaller = [_arranged(job, gpu, per_machine, count, measured, settings)[0][0] for count in counts]
+    best, drawn = found[0]
+    return {
+        "gpus": gpus, "gpus_per_machine": per_machine, "turns": settings.turns,
+        "times": measured.source if measured else "the plan's own predictions, none measured",
+        "arrangements": [values for values, _ in found],
+        "by_gpus": [{key: one[key] for key in ("gpus", "placement", "step_ms", "supervised_tokens_per_s", "fits")}
+                    for one in (*smaller, best)],
+        "spans": [{"lane": s.lane, "label": s.label, "begin_ms": s.begin, "end_ms": s.end} for s in _drawn(drawn)],
+    }
+
+
+def _arranged(
+    job: Job, gpu: Gpu, per_machine: int, gpus: int, measured: Measured | None, settings: PlacementConfig
+) -> list[tuple[dict[str, Any], Simulated]]:
+    """Every arrangement with its simulation: those that fit first, then by supervised tokens a second."""
+    found = []
+    for processes, cards in arrangements_of(gpus):
+        placed = replace(job, replicas=processes, sharded=settings.sharding == "fsdp2" and processes > 1, prefetch=cards > 0)
+        plan = plan_of(placement_name(processes, cards, placed.sharded), placed, gpu, cards, {})
+        rows = max(job.accumulation, processes)
+        arrangement = Arrangement(processes, cards, -(-rows // processes), settings.turns == "one_at_a_time", per_machine)
+        times = stage_times(placed, gpu, measured, cards)
+        simulated = simulate(times, arrangement)
+        per_s = 1e3 * rows / simulated.step_ms
+        found.append(({
+            "placement": plan.placement, "gpus": gpus, "processes": processes, "capture_cards": cards, "fits": plan.fits,
+            "headroom_bytes": plan.headroom, "step_ms": simulated.step_ms, "micro_batches": arrangement.micro_batches,
+            "stages_ms": vars(times), "waits": simulated.waits,
+            "supervised_tokens_per_s": job.predicted * per_s, "tokens_per_s": job.context * per_s,
+            "changes": {} if rows == job.accumulation else {"train.accumulation": rows},
+        }, simulated))
+    return sorted(found, key=lambda one: (not one[0]["fits"], -one[0]["supervised_tokens_per_s"]))
+
+
+def stage_times(job: Job, gpu: Gpu, measured: Measured | None, cards: int) -> StageTimes:
+    """What was measured, and the plan's own times for the rest. One target and one drafter have nothing to sum or copy."""
+    planned = parts(job, gpu)
+    feature_bytes = 2 * job.context * len(job.drafter.target_layer_ids) * job.drafter.hidden_size
+    times = {"capture": planned.capture, "learn": planned.learn, "update": planned.update, "sum": sum_ms(job, gpu),
+             "copy": 1e3 * feature_bytes / (gpu.link * LINK_SHARE), **(measured.stages if measured else {})}
+    return StageTimes(**{**times, "sum": times["sum"] if job.replicas > 1 else 0.0, "copy": times["copy"] if cards else 0.0})
+
+
+def _drawn(simulated: Simulated) -> Iterator[Any]:
+    """The first steady steps of the first processes, as they are drawn."""
+    began = simulated.steady[0]
+    for span in within(simulated.spans, began, began + STEPS_DRAWN * simulated.step_ms):
+        if int(span.lane.split()[0]) < PROCESSES_DRAWN:
+            yield span

@@ -1,0 +1,161 @@
+"""Takes stage times and where drafter and target stand, gives the time line, throughput and waits to expect; runs nothing.
+
+The rules are those of train/placement.py: a host launches a row's learning, then the captures it may have ahead; it waits for
+the present features, and at a step's end for the gradient's norm. Launches themselves take no time here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.planner.timeline import waits_by_side
+from outrider.records import Span
+
+STEPS = 12  # simulated, and more where many rows are ahead: the first half fills the queues
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Milliseconds of the parts of one micro-batch, each on the card it runs on.
+
+    `capture`: the target's forward. `copy`: features to the learning card (0 when colocated). `learn`: forward and backward of
+    the drafter. `sum`: gradients over the processes, once a step. `update`: clipping, optimizer and what the host does between
+    two steps, once a step.
+    """
+
+    capture: float
+    copy: float
+    learn: float
+    sum: float
+    update: float
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """`processes` drafter replicas, each with `capture_cards` besides its own (0: colocated); `micro_batches` a step in each.
+
+    `one_at_a_time`: never two targets at once on a machine of `gpus_per_machine` cards. `host_learns`: the devices are played by
+    threads, learning is the host's own work, and two rows instead of one are ahead in each capture lane.
+    """
+
+    processes: int
+    capture_cards: int
+    micro_batches: int
+    one_at_a_time: bool
+    gpus_per_machine: int
+    host_learns: bool = False
+
+    @property
+    def ahead(self) -> int:
+        """Rows captured beyond the present one."""
+        return self.capture_cards * (2 if self.host_learns else 1)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The steady state: `step_ms` a step, `waits` the share of it in which the learning and the capture cards stand idle (means
+    over processes); `spans` all that was simulated, `steady` where the steady state begins and ends, ms."""
+
+    spans: tuple[Span, ...]
+    steady: tuple[float, float]
+    step_ms: float
+    waits: dict[str, float]
+
+
+@dataclass
+class _Process:
+    """One process while it is simulated: when its host and its lanes are free, and the rows on their way."""
+
+    number: int
+    machine: int
+    cards: int
+    host: float = 0.0
+    learn_free: float = 0.0
+    copied: list[float] = field(default_factory=list)  # by row: when its features are on the learning card
+    captured: list[float] = field(default_factory=list)
+    released: list[float] = field(default_factory=list)  # by row: when learning has read its features
+
+    def lane(self, row: int) -> str:
+        return f"{self.number} capture {row % self.cards}" if self.cards else f"{self.number} learn"
+
+
+def simulate(times: StageTimes, arrangement: Arrangement) -> Simulated:
+    """Run some optimizer steps on paper."""
+    steps = STEPS + 2 * -(-arrangement.ahead // arrangement.micro_batches)
+    per_machine = max(1, arrangement.gpus_per_machine // (1 + arrangement.capture_cards))
+    processes = [_Process(p, p // per_machine, arrangement.capture_cards) for p in range(arrangement.processes)]
+    turn_free: dict[int, float] = {}
+    spans: list[Span] = []
+    ends = []
+    for step in range(steps):
+        for micro in range(arrangement.micro_batches):
+            row = step * arrangement.micro_batches + micro
+            for process in sorted(processes, key=lambda process: process.host):
+                _micro_batch(process, row, times, arrangement, turn_free, spans)
+        begun = max(max(process.learn_free, process.host) for process in processes)
+        met = begun + times.sum
+        for process in processes:
+            lane = f"{process.number} learn"
+            if times.sum:
+                spans.append(Span(lane, "sum", begun, met))
+            spans.append(Span(lane, "update", met, met + times.update))
+            process.host = process.learn_free = met + times.update
+        ends.append(met + times.update)
+    half = steps // 2
+    began, ended = ends[half - 1], ends[-1]
+    return Simulated(tuple(spans), (began, ended), (ended - began) / (steps - half), waits_by_side(spans, began, ended))
+
+
+def _micro_batch(
+    process: _Process, row: int, times: StageTimes, arrangement: Arrangement, turn_free: dict[int, float], spans: list[Span]
+) -> None:
+    """Launch the learning of `row` and the captures after it, as one host does."""
+    ahead = arrangement.ahead
+    if len(process.captured) <= row:
+        _capture(process, row, times, arrangement, turn_free, spans)
+    _bring(process, row, times, spans)
+    begin = max(process.learn_free, process.copied[row])
+    spans.append(Span(f"{process.number} learn", "learn", begin, begin + times.learn))
+    process.learn_free = begin + times.learn
+    process.released.append(process.learn_free)
+    if arrangement.host_learns or not ahead:
+        process.host = process.learn_free
+    for coming in range(len(process.captured), row + 1 + ahead):
+        _capture(process, coming, times, arrangement, turn_free, spans)
+    if ahead:
+        _bring(process, row + 1, times, spans)
+        process.host = max(process.host, process.copied[row])
+
+
+def _capture(
+    process: _Process, row: int, times: StageTimes, arrangement: Arrangement, turn_free: dict[int, float], spans: list[Span]
+) -> None:
+    lane, cards = process.lane(row), arrangement.capture_cards
+    free = process.learn_free
+    if cards:
+        last = row - cards  # the lane's own, whose buffer is free once it has been copied
+        free = max(process.captured[last:last + 1] + process.copied[last:last + 1]) if last >= 0 else 0.0
+    begin = max(process.host, free)
+    if arrangement.one_at_a_time:  # the host waits for its turn, and in it
+        begin = max(begin, turn_free.get(process.machine, 0.0))
+        turn_free[process.machine] = process.host = begin + times.capture
+    spans.append(Span(lane, "capture", begin, begin + times.capture))
+    process.captured.append(begin + times.capture)
+    if not cards:
+        process.learn_free = begin + times.capture
+
+
+def _bring(process: _Process, row: int, times: StageTimes, spans: list[Span]) -> None:
+    """Queue the copy of `row`, once: after its capture, and after what learned from the buffer two rows ago."""
+    if len(process.copied) > row:
+        return
+    last = process.copied[-1] if process.copied else 0.0
+    free = process.released[row - 2] if row >= 2 else 0.0
+    begin = max(process.captured[row], last, free) if process.cards else process.captured[row]
+    if process.cards and times.copy:
+        spans.append(Span(f"{process.number} copy", "copy", begin, begin + times.copy))
+    process.copied.append(begin + (times.copy if process.cards else 0.0))
+
+
+def arrangements_of(gpus: int) -> Sequence[tuple[int, int]]:
+    """(processes, capture cards of each) that use all of so many cards: colocated, pairs, then ever larger fan-ins."""
+    return [(gpus // (1 + cards), cards) for cards in range(gpus) if gpus % (1 + cards) == 0]
