@@ -115,8 +115,6 @@ def test_the_whole_road(
     assert [m["content"] for m in chat["messages"][::2]] == ["Say 1.", "Say 2.", "Say 3."]
     assert chat["turns"][0]["text"] == generated["text"]
     assert "prompt: is missing" in refusal(capsys, "generate", *pair)
-    assert "--tree-budget 6" in refusal(capsys, "evaluate", folder / "prompts.jsonl", *pair, "--tree-budget", 6,
-                                        "--engine", "vllm", "--base-url", "http://127.0.0.1:9")
 
 
 def test_progress_and_tables_keep_apart(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,6 +199,25 @@ def test_damaged_checkpoint_and_export(road: tuple[Path, Path], tmp_path: Path, 
     pair = ("--target", road[0], "--drafter")
     assert "step-00000004/drafter/model.safetensors" in refusal(capsys, "generate", "Say 1.", *pair, run)
     assert "drafter/model.safetensors" in refusal(capsys, "generate", "Say 1.", *pair, tmp_path / "drafter")
+
+
+@pytest.mark.parametrize(("words", "found"), [
+    *((("--engine", "vllm", "--base-url", "http://127.0.0.1:9", name, value), f"{name}: a server drafts and answers as it was")
+      for name, value in (("--tree-budget", 6), ("--batch-size", 4), ("--execution", "eager"), ("--rival", "lookup"),
+                          ("--dtype", "bfloat16"))),
+    (("--engine", "vllm"), "needs --base-url"),
+    (("--engine", "tgi", "--base-url", "http://127.0.0.1:9"), "--engine tgi: must be one of vllm, sglang, llamacpp"),
+    (("--engine", "llamacpp", "--base-url", "http://127.0.0.1:9"), "cannot be reached"),
+    (("--engine", "llamacpp", "--base-url", "http://127.0.0.1:9", "--concurrency", 0), "--concurrency 0: must be at least 1"),
+    (("--drafter", ".", "--base-url", "http://127.0.0.1:9"), "say with --engine which one answers"),
+    (("--drafter", ".", "--concurrency", 4), "say with --engine which one answers"),
+    (("--drafter", ".", "--batch-size", "2,x"), "--batch-size 2,x"),
+    ((), "--drafter: is missing"),
+])
+def test_measurements_that_cannot_be_made(
+    road: tuple[Path, Path], words: tuple[object, ...], found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert found in refusal(capsys, "evaluate", road[1] / "prompts.jsonl", "--target", road[0], *words)
 
 
 def test_output_places_that_cannot_be_written(

@@ -72,7 +72,8 @@ class Engine:
         if self.name == "vllm":
             return {"choices": [{"token_ids": tokens}]}
         if self.name == "sglang":
-            meta = {"spec_verify_ct": forwards, "spec_num_proposed_drafts": 3 * forwards, "spec_num_correct_drafts": forwards}
+            meta = {"spec_verify_ct": forwards, "spec_num_proposed_drafts": 3 * forwards, "spec_num_correct_drafts": forwards,
+                    "spec_correct_drafts_histogram": [0, forwards, 0, 0]}
             return {"output_ids": tokens, "meta_info": meta if self.drafts else {}}
         timings = {"predicted_n": len(tokens), "draft_n": 3 * forwards, "draft_n_accepted": forwards}
         return {"tokens": tokens, "timings": timings if self.drafts else {"predicted_n": len(tokens)}}

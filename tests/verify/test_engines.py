@@ -10,7 +10,7 @@ from server_double import Engine, serving
 from outrider.errors import UserError
 from outrider.verify.engines import open_engine, read_prometheus
 from outrider.verify.sampling import DecodeOptions
-from outrider.verify.served import evaluate_server
+from outrider.verify.served import Server, evaluate_server
 
 NAMES = ("vllm", "sglang", "llamacpp")
 PROMPTS = [[9, 5], [5], [11, 3, 3]]
@@ -20,7 +20,8 @@ GREEDY = DecodeOptions.greedy(max_new_tokens=16, stop_ids=(2,))
 def measure(
     name: str, url: str, baseline: str | None = None, *, options: DecodeOptions = GREEDY, **changes: Any
 ) -> dict[str, Any]:
-    return evaluate_server(name, url, baseline, PROMPTS, options, **{"concurrency": 1, **changes})
+    server = Server(name, url, baseline, changes.pop("concurrency", 1))
+    return evaluate_server(server, PROMPTS, options, **{"kinds": None, "grade": None, **changes})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -32,9 +33,28 @@ def test_counts_are_the_servers_own(name: str) -> None:
     assert result["tokens"] == 25
     assert result["identical"] is True
     assert result["speedup"] == pytest.approx(result["tokens_per_s"] / result["baseline_tokens_per_s"])
-    assert result["acceptance_by_slot"] == ([1.0, 0.0, 0.0] if name == "vllm" else None)
+    assert result["acceptance_by_slot"] == (None if name == "llamacpp" else [1.0, 0.0, 0.0])
+    assert result["accuracy"] is None
+    assert "by_kind" not in result
     assert set(result["conditions"]) >= {
         "engine", "base_url", "prompts", "temperature", "max_new_tokens", "baseline", "concurrency"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kinds_and_right_answers_are_told_apart(name: str) -> None:
+    """Kind by kind, from counters too; an answer is right here when it has 5 tokens, and prompt 2 has no right one."""
+    with serving(Engine(name)) as url, serving(Engine(name, drafts=False)) as baseline:
+        result = measure(name, url, baseline, kinds=["b", "a", "b"],
+                         grade=lambda i, tokens: None if i == 2 else len(tokens) == 5)
+    rows = result["by_kind"]
+    assert [(kind, row["prompts"], row["tokens"], row["mean_answer_tokens"]) for kind, row in rows.items()] == [
+        ("a", 1, 5, 5.0), ("b", 2, 20, 10.0)]
+    assert result["tau_by_kind"] == {"a": 2.0, "b": 2.0}
+    assert (rows["a"]["accuracy"], rows["b"]["accuracy"]) == (1.0, 0.0)
+    assert result["accuracy"] == {"drafted": 0.5, "alone": 0.5}
+    assert (result["forwards"], result["accepted"], result["tokens"]) == (11, 11, 25)
+    assert result["identical"] is True, "answers are compared prompt by prompt, whatever the order"
+    assert result["conditions"]["kinds"] == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,6 +112,9 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
                                   r"lacks 'timings.draft_n'"),
     "counts are floats": ("sglang", "/generate", {"output_ids": [1, 2], "meta_info": {
         "spec_verify_ct": 1.5, "spec_num_proposed_drafts": 3, "spec_num_correct_drafts": 1}}, "must be of type int"),
+    "a histogram of words": ("sglang", "/generate", {"output_ids": [1, 2], "meta_info": {
+        "spec_verify_ct": 1, "spec_num_proposed_drafts": 3, "spec_num_correct_drafts": 1,
+        "spec_correct_drafts_histogram": ["none"]}}, "must be a list of counts"),
     "no counters": ("vllm", "/metrics", b"# nothing\n", "has no counter vllm:spec_decode_num_drafts"),
     "counters are nonsense": ("vllm", "/metrics", b"vllm:spec_decode_num_drafts_total{} many\n", "has no counter"),
     "another server's metrics": ("vllm", "/metrics", b"process_cpu_seconds_total 5\n", "has no counter"),

@@ -1,5 +1,6 @@
 """A toy target and half-trained drafters for it, of sizes that every engine's CPU kernels take; float32."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,9 @@ SHAPES = {
     "full": toy_shape(head_dim=HEAD),
     "sliding": toy_shape(head_dim=HEAD, layer_types=(SLIDING, SLIDING), sliding_window=6, rope_theta=5e5),
 }
-STEPS = {"full": 20, "sliding": 8}  # of training on one text: drafts then change with the causality inside the block
+HALF = "half-trained"
+STEPS = {  # of training on one text; half-trained so that drafts change with the causality inside the block
+    "random": {"full": 0, "sliding": 0}, HALF: {"full": 20, "sliding": 11}, "overfit": {"full": 120, "sliding": 120}}
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,10 @@ class Pairing:
     folder: Path
     target: Target
 
-    def drafter(self, name: str) -> Drafter:
-        text = target_alone(self.target, PROMPTS[0], greedy(LIMIT)).tokens
-        return overfit_drafter(self.target, SHAPES[name], (*PROMPTS[0], *text), prompt=len(PROMPTS[0]),
-                               steps=STEPS[name])
+    def drafter(self, name: str, prompt: Sequence[int] = PROMPTS[0], quality: str = HALF) -> Drafter:
+        """Trained on the text after `prompt`."""
+        text = target_alone(self.target, prompt, greedy(LIMIT)).tokens
+        return overfit_drafter(self.target, SHAPES[name], (*prompt, *text), prompt=len(prompt), steps=STEPS[quality][name])
 
 
 def make_pairing(folder: Path, kind: str) -> Pairing:

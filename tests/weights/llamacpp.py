@@ -13,12 +13,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from toys import toy_model, toy_shape, toy_tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from outrider.verify.decode import Decoded
 from outrider.weights.gguf import vocabulary
 
 ARCHITECTURES = {"llama": "LLAMA", "qwen3": "QWEN3"}
+TARGET_NAME = "target.gguf"
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,19 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
 
 def target_folder(folder: Path, kind: str, *, head_dim: int = 16) -> Path:
     """A toy target with `merging_tokenizer`, as a Hugging Face folder, and `target.gguf` in it."""
-    import gguf
-
     model, tokenizer = toy_model(kind, seed=0, head_dim=head_dim), merging_tokenizer()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    config, architecture = model.config, ARCHITECTURES[kind]
-    writer = gguf.GGUFWriter(folder / "target.gguf", kind)
+    write_target(folder / TARGET_NAME, model, tokenizer)
+    return folder
+
+
+def write_target(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A target of one of ARCHITECTURES as GGUF, in the dtype that its weights have."""
+    import gguf
+
+    config, kind = model.config, model.config.model_type
+    writer = gguf.GGUFWriter(path, kind)
     heads, kv_heads, C = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     for add, value in (
         (writer.add_block_count, config.num_hidden_layers), (writer.add_context_length, config.max_position_embeddings),
@@ -60,9 +67,9 @@ def target_folder(folder: Path, kind: str, *, head_dim: int = 16) -> Path:
         add(value)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    for key, value in vocabulary(toy_shape(), tokenizer).items():
+    for key, value in vocabulary(toy_shape(vocab_size=config.vocab_size), tokenizer).items():
         {list: writer.add_array, int: writer.add_uint32, str: writer.add_string}[type(value)](key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[kind]], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if kind == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):  # its rotary embedding turns neighbours
             count = heads if "q_proj" in name else kv_heads
@@ -72,7 +79,6 @@ def target_folder(folder: Path, kind: str, *, head_dim: int = 16) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return folder
 
 
 @contextlib.contextmanager
@@ -110,8 +116,8 @@ def ask(address: str, prompt: Sequence[int], *, limit: int) -> Answer:
     return Answer(found["tokens"], timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
 
 
-def expected(longer: Decoded, *, limit: int, drafts: int) -> Answer:
-    """What llama.cpp should give for a text that our decoder made with `limit + drafts` tokens or more of room.
+def expected(longer: Decoded, *, limit: int, drafts: int, stop_ids: Sequence[int] = ()) -> Answer:
+    """What llama.cpp should give for a text that our decoder made with `limit + drafts` tokens or more of room, without stops.
 
     llama.cpp always drafts a whole block, and verifies at most as many of its tokens as leave room for the target's own one
     behind them. Up to the limit its forwards are ours; only the last draft is cut.
@@ -124,4 +130,6 @@ def expected(longer: Decoded, *, limit: int, drafts: int) -> Answer:
             break
         kept = min(len(cycle.accepted), most)
         drafted, accepted, room = drafted + most, accepted + kept, room - kept - 1
+        if set(stop_ids) & set(longer.tokens[: limit - room]):
+            break
     return Answer(longer.tokens[:limit], drafted, accepted)

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import HALF, STEPS
 from llamacpp import ask, expected, llama_server, merging_tokenizer, target_folder
 from overfit import overfit_drafter, random_drafter
 from toys import EOS, toy_shape
 
+from outrider import cli
+from outrider.data.prompts import read_prompts
 from outrider.errors import UserError
-from outrider.features.target import Target, load_target
+from outrider.features.target import Target, load_target, load_tokenizer
 from outrider.model.drafter import Drafter
 from outrider.records import FULL, SLIDING, DrafterShape
 from outrider.verify.decode import speculate, target_alone
@@ -26,8 +29,6 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None,
                                 reason="llama.cpp is not installed: pip install xllamacpp")
 PROMPT = [72, 101, 108, 108, 111, 32, 104]
 SHAPES = {"full": toy_shape(), "sliding": toy_shape(layer_types=(SLIDING, SLIDING), sliding_window=6, rope_theta=5e5)}
-STEPS = {  # on one text; half-trained so that drafts change with the causality inside the block
-    "random": {"full": 0, "sliding": 0}, "half-trained": {"full": 20, "sliding": 8}, "overfit": {"full": 120, "sliding": 120}}
 LIMITS = (2, 5, 6, 24)
 DRAFTS = 3
 MakeTarget = Callable[[str], tuple[Path, Target]]
@@ -78,8 +79,32 @@ def test_same_text_and_counts(tmp_path: Path, gguf_target: MakeTarget, kind: str
             for limit in LIMITS:
                 assert ask(address, prompt, limit=limit) == expected(ours, limit=limit, drafts=DRAFTS)
     share = expected(speculate(target, drafter, PROMPT, greedy(32)), limit=24, drafts=DRAFTS)
-    assert {"random": share.accepted < 4, "half-trained": share.accepted >= 4,
+    assert {"random": share.accepted < 4, HALF: share.accepted >= 4,
             "overfit": share.accepted == share.drafted}[quality]
+
+
+def test_evaluate_measures_a_running_server(tmp_path: Path, gguf_target: MakeTarget) -> None:
+    """Over HTTP, against the same server without the drafter: the counts are the server's own, and those of our decoder."""
+    file, target = gguf_target("qwen3")
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": text, "kind": kind}) + "\n" for text, kind in (
+        ("Hello there", "greeting"), ("1 + 1", "sum"), ("Hello you", "greeting"))))
+    asked = [prompt.ids for prompt in read_prompts(lines, load_tokenizer(str(file.parent)), template_options={})]
+    text = target_alone(target, asked[0], greedy(24)).tokens
+    drafter = overfit_drafter(target, SHAPES["full"], (*asked[0], *text), prompt=len(asked[0]), steps=40)
+    with (llama_server(file, file_of(tmp_path, drafter), drafts=DRAFTS) as address,
+          llama_server(file, None, drafts=0) as alone):
+        result = cli.evaluate(lines, target=str(file.parent), engine="llamacpp", base_url=address, baseline_url=alone,
+                              max_new_tokens=24, page=tmp_path / "page.md")
+    counted = [expected(speculate(target, drafter, ids, greedy(32)), limit=24, drafts=DRAFTS) for ids in asked]
+    assert result["drafted"] == sum(one.drafted for one in counted)
+    assert result["accepted"] == sum(one.accepted for one in counted)
+    assert 0 < result["accepted"] < result["drafted"]
+    assert result["tau"] == 1 + result["accepted"] / result["forwards"]
+    assert result["tokens"] == sum(len(one.tokens) for one in counted)
+    assert result["identical"] is True
+    assert result["speedup"] == pytest.approx(result["tokens_per_s"] / result["baseline_tokens_per_s"])
+    assert "llamacpp at http" in (tmp_path / "page.md").read_text()
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -88,7 +113,7 @@ def test_causality_inside_the_block_is_what_is_written(
 ) -> None:
     """A half-trained drafter's drafts change with it: the wrong word in the file gives other counts, the right one ours."""
     file, target = gguf_target("qwen3")
-    drafter = trained(target, SHAPES[name], STEPS["half-trained"][name])
+    drafter = trained(target, SHAPES[name], STEPS[HALF][name])
     ours = expected(speculate(target, drafter, PROMPT, greedy(32)), limit=24, drafts=DRAFTS)
     real = gguf.metadata
 

@@ -1,6 +1,6 @@
 """Runs in vLLM's environment: takes a target, a drafter and prompts (JSON on stdin), prints texts and vLLM's own counts as JSON.
 
-In: {"target", "drafter" or null, "drafts", "prompts": [[ids]], "limit", "stop_ids"}. Out, last line:
+In: {"target", "drafter" or null, "drafts", "prompts": [[ids]], "limits": [one a prompt], "stop_ids"}. Out, last line:
 {"version", "runs": [{"tokens", "drafts", "drafted", "accepted"}]}.
 """
 
@@ -9,8 +9,7 @@ import os
 import sys
 from typing import Any
 
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-               "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
 
 
@@ -23,9 +22,9 @@ def main() -> None:
         "method": "dflash", "model": job["drafter"], "num_speculative_tokens": job["drafts"]}
     engine = LLM(model=job["target"], dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=1,
                  disable_log_stats=False, enable_prefix_caching=False, speculative_config=speculative)
-    sampling = SamplingParams(temperature=0.0, max_tokens=job["limit"], stop_token_ids=job["stop_ids"], ignore_eos=True)
     runs, before = [], counts(engine)
-    for prompt in job["prompts"]:
+    for prompt, limit in zip(job["prompts"], job["limits"], strict=True):
+        sampling = SamplingParams(temperature=0.0, max_tokens=limit, stop_token_ids=job["stop_ids"], ignore_eos=True)
         text = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0].token_ids
         after = counts(engine)
         drafts, drafted, accepted = (b - a for a, b in zip(before, after, strict=True))

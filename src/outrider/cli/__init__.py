@@ -210,10 +210,11 @@ def evaluate(
     """
     from outrider.data.questions import read_questions
     from outrider.features.target import load_tokenizer, read_stop_ids
-    from outrider.verify.evaluate import parse_batch_sizes
+    from outrider.verify.evaluate import Trial, parse_batch_sizes
+    from outrider.verify.execution import COMPILED, EAGER
     from outrider.verify.page import check_page, write_page
     from outrider.verify.sampling import DecodeOptions
-    from outrider.verify.served import evaluate_server
+    from outrider.verify.served import Server, evaluate_server, refuse_given
 
     if not target:
         raise UserError("--target: is missing: name the target's folder or hub id")
@@ -222,17 +223,19 @@ def evaluate(
     tokenizer = load_tokenizer(target)
     questions = read_questions(prompts, prompt_set, tokenizer, limit=limit, thinking=thinking)
     options = DecodeOptions(max_new_tokens, tuple(read_stop_ids(target, tokenizer)), temperature, top_p, top_k, seed, tree_budget)
-    if engine is not None and tree_budget:
-        raise UserError(f"--tree-budget {tree_budget}: a server drafts as it was started: leave it out with --engine")
+    grade = questions.grade if any(answer is not None for answer in questions.answers) else None
     if engine is not None:
-        result = evaluate_server(engine, base_url, baseline_url, questions.prompts, options, concurrency=concurrency)
+        refuse_given(tree_budget=tree_budget > 0, batch_size=batch_size != "1", execution=execution is not None,
+                     rival=bool(rival), dtype=dtype != "float32", device=device != "cpu")
+        result = evaluate_server(Server(engine, base_url, baseline_url, concurrency), questions.prompts, options,
+                                 kinds=questions.kinds, grade=grade)
     elif drafter is None:
         raise UserError("--drafter: is missing: name its folder, or measure a server with --engine and --base-url")
-    elif base_url is not None or baseline_url is not None:
-        raise UserError("--base-url: needs --engine: say which engine answers there")
+    elif base_url is not None or baseline_url is not None or concurrency != 1:
+        raise UserError("--base-url, --baseline-url, --concurrency: are of a server: say with --engine which one answers")
     else:
-        sizes = parse_batch_sizes(batch_size)
-        result = _evaluate_here(questions, options, target, drafter, dtype, device, sizes, execution, rival or ())
+        trial = Trial(parse_batch_sizes(batch_size), execution or (EAGER if device == "cpu" else COMPILED), grade)
+        result = _evaluate_here(questions, options, trial, rival or (), target, drafter, dtype, device)
     result["conditions"] |= {"source": questions.source, "thinking": thinking, "target": target,
                              "drafter": None if drafter is None else str(drafter)}
     if page is not None:
@@ -241,18 +244,13 @@ def evaluate(
 
 
 def _evaluate_here(
-    questions: Any, options: Any, target: str, drafter: Path, dtype: str, device: str, batch_sizes: tuple[int, ...],
-    execution: str | None, rivals: Sequence[str],
+    questions: Any, options: Any, trial: Any, rivals: Sequence[str], target: str, drafter: Path, dtype: str, device: str
 ) -> dict[str, Any]:
-    from outrider.verify.evaluate import Trial
     from outrider.verify.evaluate import evaluate as run
-    from outrider.verify.execution import COMPILED, EAGER
     from outrider.weights.opening import open_drafter
 
     loaded, opened = _load_pair(target, drafter, dtype, device)
     others = {name: None if name == LOOKUP else open_drafter(Path(name), dtype=dtype, device=device) for name in rivals}
-    grade = questions.grade if any(answer is not None for answer in questions.answers) else None
-    trial = Trial(batch_sizes, execution or (COMPILED if loaded.device.type == "cuda" else EAGER), grade)
     return run(loaded, opened, questions.prompts, options, trial, kinds=questions.kinds, rivals=others)
 
 

@@ -23,7 +23,8 @@ TIMEOUT_S = 600.0  # of one answer: a long one on a slow machine takes minutes
 class ServerAnswer:
     """New tokens (the stop token included, if the engine gives it) and the wall of the request.
 
-    `forwards` (of the target, after the prompt's own), `drafted` and `accepted` tokens: where answers carry them, else 0.
+    `forwards` (of the target, after the prompt's own), `drafted` and `accepted` tokens, `accepted_by_slot` 1, 2, ..: where
+    answers carry them, else 0 and none.
     """
 
     tokens: list[int]
@@ -31,6 +32,7 @@ class ServerAnswer:
     forwards: int = 0
     drafted: int = 0
     accepted: int = 0
+    accepted_by_slot: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,15 @@ def take(answer: Any, path: str, kind: type, url: str) -> Any:
     return value
 
 
+def _whole_numbers(answer: Any, path: str, url: str, what: str) -> list[int]:
+    found = take(answer, path, list, url)
+    if not all(type(number) is int for number in found):
+        raise UserError(f"{url}: the server's answer has {path} = {str(found)[:80]}: must be a list of {what}")
+    return list(found)
+
+
 def _token_ids(answer: Any, path: str, url: str) -> list[int]:
-    ids = take(answer, path, list, url)
-    if not all(type(token) is int for token in ids):
-        raise UserError(f"{url}: the server's answer has {path} = {str(ids)[:80]}: must be a list of token ids")
-    return list(ids)
+    return _whole_numbers(answer, path, url, "token ids")
 
 
 @dataclass
@@ -170,7 +176,11 @@ class Sglang:
             return ServerAnswer(tokens, seconds)
         forwards, drafted, accepted = (take(found, f"meta_info.{key}", int, url) for key in (
             "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts"))
-        return ServerAnswer(tokens, seconds, forwards, drafted, accepted)
+        histogram: list[int] = []  # forwards by how many tokens they accepted; releases before it give none
+        if "spec_correct_drafts_histogram" in found["meta_info"]:
+            histogram = _whole_numbers(found, "meta_info.spec_correct_drafts_histogram", url, "counts")
+        by_slot = tuple(sum(histogram[slot:]) for slot in range(1, len(histogram)))
+        return ServerAnswer(tokens, seconds, forwards, drafted, accepted, by_slot)
 
     def counters(self) -> None:
         return None
