@@ -42,7 +42,7 @@ DENSE = {**COMMON, "intermediate_size": 48}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SLIDING = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(LAYERS)]
 HYBRID = {
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["full_attention" if i % 3 == 2 else "linear_attention" for i in range(LAYERS)],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
                         "mrope_interleaved": True},

@@ -188,6 +188,10 @@ def show_plan(result: Mapping[str, Any]) -> None:
     for plan in plans[:PLANS_DRAWN]:
         for device in plan["devices"]:
             _show_device(console, plan, device, explain=result["explain"])
+    console.print(f"\nOn the host, in the first process, {result['host_bytes'] / GIB:.1f} GiB:", highlight=False)
+    for line in result["host_lines"]:
+        console.print(f"  {line['name']}, {line['bytes'] / GIB:.1f} GiB = {line['formula']}", highlight=False, markup=False,
+                      soft_wrap=True)
     console.print(f"Times are {result['times']}.", highlight=False)
     if "simulated" in result:
         show_simulation(console, result["simulated"])

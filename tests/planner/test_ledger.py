@@ -17,7 +17,7 @@ from outrider.model.drafter import Drafter
 from outrider.planner import lines as at
 from outrider.planner.drafter_lines import drafter_lines
 from outrider.planner.job import Job
-from outrider.planner.ledger import capturer, colocated, learner
+from outrider.planner.ledger import capturer, colocated, host, learner
 from outrider.planner.lines import lay, line
 from outrider.planner.run import job_from
 from outrider.planner.target_shapes import read_target_shape, target_shape
@@ -69,6 +69,15 @@ def test_drafter_weights_are_those_of_the_module(born_from: Job) -> None:
     assert named["drafter: masters"] == pytest.approx(4 * parameters, abs=512)
     assert named["optimizer: both moments"] == pytest.approx(8 * parameters, abs=1024)
     assert named["drafter: compute copy"] == pytest.approx(2 * parameters, abs=512)
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_the_host_holds_one_copy_of_what_a_checkpoint_writes(born_from: Job, eight_bit: bool) -> None:
+    job = replace(born_from, eight_bit=eight_bit, replicas=2, sharded=True)
+    lines = host(job)
+    assert sum(item.bytes for item in lines) == pytest.approx((4 + (2 + 8 / 256 if eight_bit else 8)) * job.parameters, abs=4096)
+    assert {item.lifetime for item in lines} == {"whole run"}
+    assert not {item.name for item in lines} & {item.name for item in colocated(job).lines}, "they are none of the card's"
 
 
 def test_lines_add_up_phase_by_phase() -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -186,17 +185,18 @@ def test_a_disk_that_fails_at_every_file_operation(tmp_path: Path, code: int, wo
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
 def test_a_disk_that_fills_up_in_the_middle_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """As safetensors does it: half the bytes are there, and the error is no OSError."""
-    real = checkpoint_module.save_file
+    """Half the bytes are there."""
+    real = checkpoint_module.write_tensors
 
-    def save_half(tensors: dict[str, torch.Tensor], path: Path, **rest: Any) -> None:
-        real(tensors, path, **rest)
+    def write_half(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> str:
+        total = real(tensors, path, metadata)
         if path.name == name:
             path.write_bytes(path.read_bytes()[:1000])
-            raise RuntimeError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return total
 
     save(tmp_path, 1, 5)
-    monkeypatch.setattr(checkpoint_module, "save_file", save_half)
+    monkeypatch.setattr(checkpoint_module, "write_tensors", write_half)
     with pytest.raises(UserError, match=r"cannot write .*step-00000010: the disk is full"):
         save(tmp_path, 2, 10)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"], "nothing half-written is left"

@@ -1,6 +1,7 @@
 """Which checkpoints are made and kept, and that writing them in the background changes and hides nothing."""
 
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,17 @@ import torch
 from checkpoints import ORIGIN
 from safetensors.torch import load_file
 from test_checkpoint import nudge, trained
+from toys import toy_shape
 
-from outrider.config import CheckpointConfig
+from outrider.config import CheckpointConfig, RunConfig
 from outrider.errors import UserError
+from outrider.model.drafter import count_parameters
+from outrider.train import host_memory
 from outrider.train import keeper as keeper_module
-from outrider.train.checkpoint import Position, list_checkpoints
+from outrider.train.checkpoint import Origin, Position, Snapshot, list_checkpoints
+from outrider.train.host_memory import HostMemory
 from outrider.train.keeper import Keeper, kept
+from outrider.train.loop import train
 from outrider.train.processes import ALONE
 
 
@@ -84,6 +90,46 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
     assert torch.equal(load_file(list_checkpoints(tmp_path)[0] / "optimizer.safetensors")["exp_avg_sq/fc.weight"], moment)
     assert not torch.equal(drafter.fc.weight, weights["fc.weight"])
+
+
+def test_copies_stand_in_memory_that_is_made_once_and_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made on the writer's thread, before anything is saved; the same for each copy, and as large as the ledger says."""
+    made_by: list[str] = []
+    addresses: list[dict[str, int]] = []
+
+    class Memory(HostMemory):
+        def __init__(self, coming: Mapping[str, torch.Tensor], device: torch.device) -> None:
+            made_by.append(threading.current_thread().name)
+            super().__init__(coming, device)
+
+    def write(folder: Path, snapshot: Snapshot, origin: Origin) -> None:
+        everything = snapshot.drafter | snapshot.optimizer
+        addresses.append({name: tensor.data_ptr() for name, tensor in everything.items() if tensor.dim()})
+        large = sum(tensor.nbytes for tensor in everything.values() if tensor.dim())
+        assert large == 12 * count_parameters(toy_shape())
+
+    monkeypatch.setattr(keeper_module, "HostMemory", Memory)
+    monkeypatch.setattr(keeper_module, "write_checkpoint", write)
+    drafter, optimizer = trained(1)
+    with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position(), ALONE) as keeper:
+        keeper.make_room(drafter, optimizer)
+        assert keeper._room is not None
+        room = keeper._room.result(timeout=20).tensors
+        assert made_by == ["checkpoint_0"]
+        for step in (1, 2):
+            keeper.save(drafter, optimizer, Position(step=step))
+    assert made_by == ["checkpoint_0"]
+    assert addresses == 2 * [{name: tensor.data_ptr() for name, tensor in room.items()}]
+
+
+def test_a_run_that_has_too_little_host_memory_does_not_begin(
+    make_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+    config = make_run()
+    with pytest.raises(UserError, match=r"a checkpoint is copied to 0\.\d\d GiB of host memory, and 0\.00 are available"):
+        train(config, check=None)
+    assert [path.name for path in config.train.folder.rglob("*") if path.is_file()] == []
 
 
 def test_a_failed_write_reaches_the_loop_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

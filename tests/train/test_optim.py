@@ -16,7 +16,7 @@ from outrider.config import OptimizerConfig, parse_run
 from outrider.errors import UserError
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
-from outrider.train.checkpoint import Position, load_checkpoint, moments
+from outrider.train.checkpoint import Position, coming, load_checkpoint, moments
 from outrider.train.optim import build_optimizer, check_optimizer, learning_rate_at, set_rate
 
 
@@ -127,3 +127,14 @@ def test_moments_of_the_other_kind_are_refused(tmp_path: Path, saved: str, wante
     folder = save_checkpoint(tmp_path, *stepped(saved, 1), Position(step=1))
     with pytest.raises(UserError, match=f"optimizer.state = '{wanted}': the checkpoint's moments are '{saved}'"):
         load_checkpoint(folder, *stepped(wanted, 1))
+
+
+@pytest.mark.parametrize("state", ["float32", "8bit"])
+def test_what_a_checkpoint_will_hold_is_known_before_a_step(state: str) -> None:
+    if state == "8bit":
+        pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    expected = coming(*stepped(state, 0))
+    drafter, optimizer = stepped(state, 1)
+    there = {name: tensor for name, tensor in (drafter.state_dict() | moments(drafter, optimizer)).items() if tensor.dim()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in there.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in expected.items()}

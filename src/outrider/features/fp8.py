@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
@@ -25,20 +26,66 @@ class Fp8Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return scaled_product(x, self.weight, self.scale, self.bias)
+        return self.product(*quantise_rows(x.flatten(0, -2)), x.dtype).unflatten(0, x.shape[:-1])
+
+    def product(self, x8_XD: Tensor, scale_X1: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of inputs that are in 8 bits already, `[X, N]` in `dtype`."""
+        return scaled_product(x8_XD, scale_X1, self.weight, self.scale, self.bias, dtype)
 
 
-def scaled_product(x: Tensor, weight_ND: Tensor, scale_N1: Tensor, bias_N: Tensor | None) -> Tensor:
-    """`[..., D]` times the e4m3 rows, in x's dtype: fp32 sums; on a CPU, which has no such product, over float32 copies."""
-    x8_XD, scale_X1 = quantise_rows(x.flatten(0, -2))
-    if x.is_cuda:
-        out_XN = torch._scaled_mm(
-            x8_XD, weight_ND.T, scale_a=scale_X1, scale_b=scale_N1.T, bias=bias_N, out_dtype=x.dtype, use_fast_accum=True
+def scaled_product(
+    x8_XD: Tensor, scale_X1: Tensor, weight_ND: Tensor, scale_N1: Tensor, bias_N: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`[X, D]` times the e4m3 rows, `[X, N]`: fp32 sums; on a CPU, which has no such product, over float32 copies."""
+    if x8_XD.is_cuda:
+        return torch._scaled_mm(
+            x8_XD, weight_ND.T, scale_a=scale_X1, scale_b=scale_N1.T, bias=bias_N, out_dtype=dtype, use_fast_accum=True
         )
-    else:
-        out_XN = ((x8_XD.float() * scale_X1) @ (weight_ND.float() * scale_N1).T).to(x.dtype)
-        out_XN = out_XN if bias_N is None else out_XN + bias_N
-    return out_XN.unflatten(0, x.shape[:-1])
+    out_XN = ((x8_XD.float() * scale_X1) @ (weight_ND.float() * scale_N1).T).to(dtype)
+    return out_XN if bias_N is None else out_XN + bias_N
+
+
+@torch.library.custom_op("outrider::swiglu_in_8_bits", mutates_args=())
+def swiglu_in_8_bits(gate_up_XF: Tensor) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up as `quantise_rows` gives it, `[X, F / 2]` and `[X, 1]`; `gate_up_XF` holds both side by side."""
+    gate, up = gate_up_XF.float().chunk(2, dim=-1)
+    return quantise_rows(F.silu(gate) * up)
+
+
+@swiglu_in_8_bits.register_kernel("cuda")
+def _(gate_up_XF: Tensor) -> tuple[Tensor, Tensor]:
+    from outrider.features.passes_cuda import swiglu_cuda
+
+    return swiglu_cuda(gate_up_XF, LARGEST)
+
+
+@swiglu_in_8_bits.register_fake
+def _(gate_up_XF: Tensor) -> tuple[Tensor, Tensor]:
+    return _empty_rows(gate_up_XF, gate_up_XF.shape[1] // 2)
+
+
+@torch.library.custom_op("outrider::gated_norm_in_8_bits", mutates_args=())
+def gated_norm_in_8_bits(x_XHE: Tensor, gate_XF: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Each head's RMSNorm, times silu(gate), as `quantise_rows` gives it, `[X, H * E]` and `[X, 1]`."""
+    x = x_XHE.float()
+    normed = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight_E.float()
+    return quantise_rows(normed.flatten(1) * F.silu(gate_XF.float()))
+
+
+@gated_norm_in_8_bits.register_kernel("cuda")
+def _(x_XHE: Tensor, gate_XF: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from outrider.features.passes_cuda import gated_norm_cuda
+
+    return gated_norm_cuda(x_XHE, gate_XF, weight_E, eps, LARGEST)
+
+
+@gated_norm_in_8_bits.register_fake
+def _(x_XHE: Tensor, gate_XF: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _empty_rows(gate_XF, gate_XF.shape[1])
+
+
+def _empty_rows(like: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    return like.new_empty(len(like), width, dtype=E4M3), like.new_empty(len(like), 1, dtype=torch.float32)
 
 
 def quantised(layer: nn.Linear) -> Fp8Linear:

@@ -1,7 +1,7 @@
 """Takes tokens of documents end to end, gives attention and the gated delta rule within each; knows nothing of models or rows.
 
-Two operators, `outrider::attend` and `outrider::gated_delta_rule`, opaque to torch.compile. On a GPU they are kernels that take
-the documents' boundaries; on a CPU they are plain loops over the documents, the reference.
+Operators opaque to torch.compile: `outrider::attend`, `outrider::convolve` and `outrider::gated_delta_rule`. On a GPU they are
+kernels that take the documents' boundaries; on a CPU they are plain code over the documents, the reference.
 """
 
 import itertools
@@ -99,6 +99,53 @@ def _(
     sinks_H: Tensor | None,
 ) -> Tensor:
     return torch.empty_like(q_XHC, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("outrider::convolve", mutates_args=())
+def convolve(
+    x_XF: Tensor, taps_FW: Tensor, bias_F: Tensor | None, since_start_X: Tensor, key_heads: int, key_size: int, value_heads: int,
+    value_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The causal convolution by channel, SiLU, and q and k at length 1: q `[X, G, C]`, k `[X, G, C]`, v `[X, H, E]` in x's dtype.
+
+    `x_XF`: q, k and v side by side. `since_start_X`: position of each token within its document; the first ones see zeros before
+    them. Sums in float32, where transformers rounds between the steps.
+    """
+    W, X = taps_FW.shape[1], len(x_XF)
+    total_XF = torch.zeros(x_XF.shape, dtype=torch.float32, device=x_XF.device)
+    padded = F.pad(x_XF.float(), (0, 0, W - 1, 0))
+    for back in range(W):
+        earlier_XF = padded[W - 1 - back : W - 1 - back + X]
+        total_XF += torch.where(since_start_X[:, None] >= back, earlier_XF, 0.0) * taps_FW[:, W - 1 - back].float()
+    mixed_XF = F.silu(total_XF if bias_F is None else total_XF + bias_F.float())
+    keys = key_heads * key_size
+    q, k, v = mixed_XF.split([keys, keys, value_heads * value_size], dim=-1)
+    q, k = (unit(part.unflatten(-1, (key_heads, key_size))) for part in (q, k))
+    return q.to(x_XF.dtype), k.to(x_XF.dtype), v.unflatten(-1, (value_heads, value_size)).to(x_XF.dtype, copy=True)
+
+
+@convolve.register_kernel("cuda")
+def _(
+    x_XF: Tensor, taps_FW: Tensor, bias_F: Tensor | None, since_start_X: Tensor, key_heads: int, key_size: int, value_heads: int,
+    value_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from outrider.features.passes_cuda import convolve_cuda
+
+    return convolve_cuda(x_XF, taps_FW, bias_F, since_start_X, key_heads, key_size, value_heads, value_size)
+
+
+@convolve.register_fake
+def _(
+    x_XF: Tensor, taps_FW: Tensor, bias_F: Tensor | None, since_start_X: Tensor, key_heads: int, key_size: int, value_heads: int,
+    value_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    X, keys = len(x_XF), (key_heads, key_size)
+    return x_XF.new_empty(X, *keys), x_XF.new_empty(X, *keys), x_XF.new_empty(X, value_heads, value_size)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors of the last axis at length 1 (1e-6 under the root, as flash-linear-attention has it)."""
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)
 
 
 @torch.library.custom_op("outrider::gated_delta_rule", mutates_args=())

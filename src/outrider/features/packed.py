@@ -8,17 +8,19 @@ attention is `kernels.attend`, which gets the documents' boundaries and needs no
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
+from transformers.activations import SiLUActivation
 
 from outrider.errors import UserError
 from outrider.features.capture import feature_buffer, handing_over, until_last_layer, zero_padding
-from outrider.features.kernels import Bounds, attend, bounds_of, gated_delta_rule, to_device
-from outrider.features.projections import side_by_side
+from outrider.features.fp8 import Fp8Linear, gated_norm_in_8_bits, swiglu_in_8_bits
+from outrider.features.kernels import Bounds, attend, bounds_of, convolve, gated_delta_rule, to_device
+from outrider.features.projections import Projections, side_by_side
 from outrider.features.target import Target
 from outrider.records import Features, TokenRows
 
@@ -46,18 +48,19 @@ class PackedSwiglu(nn.Module):
         super().__init__()
         self.gate_up = side_by_side(layer.gate_proj, layer.up_proj)  # type: ignore[arg-type]
         self.down_proj, self.act_fn = layer.down_proj, layer.act_fn
+        silu = isinstance(layer.act_fn, nn.SiLU | SiLUActivation)
+        self.in_8_bits = silu and isinstance(layer.down_proj, Fp8Linear) and isinstance(self.gate_up, Projections)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.in_8_bits:
+            eight = swiglu_in_8_bits(self.gate_up.joint(x).flatten(0, -2))  # type: ignore[operator]
+            return self.down_proj.product(*eight, x.dtype).unflatten(0, x.shape[:-1])  # type: ignore[operator, union-attr]
         gate, up = self.gate_up(x)
         return self.down_proj(self.act_fn(gate) * up)  # type: ignore[operator]
 
 
 class PackedDeltaNet(nn.Module):
-    """A gated-delta-net layer (transformers' Qwen3_5GatedDeltaNet) over the weights of `layer`, with documents kept apart.
-
-    The convolution is a sum of shifted inputs, those before the document's start left out; compiled, it is one pass over memory
-    together with the norms of q and k. Its sums are fp32, where transformers rounds between the steps.
-    """
+    """A gated-delta-net layer (transformers' Qwen3_5GatedDeltaNet) over the weights of `layer`, with documents kept apart."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -65,8 +68,9 @@ class PackedDeltaNet(nn.Module):
         self.beta_decay = side_by_side(layer.in_proj_b, layer.in_proj_a)  # type: ignore[arg-type]
         self.taps, self.bias = layer.conv1d.weight, layer.conv1d.bias  # type: ignore[union-attr]
         self.A_log, self.dt_bias, self.norm, self.out_proj = layer.A_log, layer.dt_bias, layer.norm, layer.out_proj
-        self.sizes = [layer.key_dim, layer.key_dim, layer.value_dim]
-        self.key_size, self.value_size = layer.head_k_dim, layer.head_v_dim
+        key_size, value_size = cast(int, layer.head_k_dim), cast(int, layer.head_v_dim)
+        self.heads = (cast(int, layer.key_dim) // key_size, key_size, cast(int, layer.value_dim) // value_size, value_size)
+        self.in_8_bits = isinstance(layer.out_proj, Fp8Linear) and hasattr(layer.norm, "variance_epsilon")
 
     def forward(
         self, hidden_states: Tensor, starts_N1: Tensor, chunks_P2: Tensor, since_start_X: Tensor, **unused: Any
@@ -75,29 +79,16 @@ class PackedDeltaNet(nn.Module):
         x_XD = hidden_states[0]
         qkv_XF, z_XF = self.qkv_z(x_XD)
         beta_XH, decay_XH = self.beta_decay(x_XD)
-        q, k, v = self.convolve(qkv_XF, since_start_X).split(self.sizes, dim=-1)
-        q_XGC, k_XGC = (unit(t.unflatten(-1, (-1, self.key_size))).to(x_XD.dtype) for t in (q, k))
-        v_XHE = v.to(x_XD.dtype).unflatten(-1, (-1, self.value_size))
+        q_XGC, k_XGC, v_XHE = convolve(qkv_XF, self.taps[:, 0], self.bias, since_start_X, *self.heads)  # type: ignore[index]
         decay_XH = -self.A_log.float().exp() * F.softplus(decay_XH.float() + self.dt_bias.float())  # type: ignore[operator]
         out_XHE = gated_delta_rule(q_XGC, k_XGC, v_XHE, decay_XH, beta_XH.float().sigmoid(), starts_N1, chunks_P2)
-        out_RE = self.norm(out_XHE.flatten(0, 1), z_XF.unflatten(-1, (-1, self.value_size)).flatten(0, 1))  # type: ignore[operator]
+        if self.in_8_bits:
+            norm = cast(Any, self.norm)
+            eight = gated_norm_in_8_bits(out_XHE, z_XF, norm.weight, norm.variance_epsilon)
+            return self.out_proj.product(*eight, x_XD.dtype)[None]  # type: ignore[operator, union-attr]
+        z_RE = z_XF.unflatten(-1, out_XHE.shape[1:]).flatten(0, 1)
+        out_RE = self.norm(out_XHE.flatten(0, 1), z_RE)  # type: ignore[operator]
         return self.out_proj(out_RE.view_as(out_XHE).flatten(1))[None]  # type: ignore[operator]
-
-    def convolve(self, x_XF: Tensor, since_start_X: Tensor) -> Tensor:
-        """The causal convolution by channel, then SiLU, in float32; a document's first tokens see zeros before them."""
-        taps_FW = self.taps[:, 0].float()  # type: ignore[index]
-        W = taps_FW.shape[1]
-        padded = F.pad(x_XF, (0, 0, W - 1, 0))
-        total_XF = x_XF.float() * taps_FW[:, W - 1]
-        for back in range(1, W):
-            earlier_XF = padded[W - 1 - back : W - 1 - back + len(x_XF)].float()
-            total_XF = total_XF + torch.where(since_start_X[:, None] >= back, earlier_XF, 0.0) * taps_FW[:, W - 1 - back]
-        return F.silu(total_XF if self.bias is None else total_XF + self.bias.float())  # type: ignore[operator]
-
-
-def unit(x: Tensor) -> Tensor:
-    """Vectors of the last axis at length 1 (1e-6 under the root, as flash-linear-attention has it)."""
-    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)
 
 
 class PackedCapture:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outrider.features.fp8 import Fp8Linear, scaled_product
+from outrider.features.fp8 import Fp8Linear, quantise_rows, scaled_product
 
 
 class Projections(nn.Module):
@@ -22,11 +22,17 @@ class Projections(nn.Module):
         self.register_buffer("weight", join([layer.weight for layer in layers]), persistent=False)
         self.register_buffer("scale", join([layer.scale for layer in layers if isinstance(layer, Fp8Linear)]), persistent=False)
 
+    def joint(self, x: Tensor) -> Tensor:
+        """The layers' outputs side by side."""
+        weight = self.get_buffer("weight")
+        if self.scale is None:
+            return F.linear(x, weight)
+        eight = quantise_rows(x.flatten(0, -2))
+        return scaled_product(*eight, weight, self.get_buffer("scale"), None, x.dtype).unflatten(0, x.shape[:-1])
+
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The layers' outputs, in order."""
-        weight = self.get_buffer("weight")
-        joint = F.linear(x, weight) if self.scale is None else scaled_product(x, weight, self.get_buffer("scale"), None)
-        return joint.split(self.sizes, dim=-1)
+        return self.joint(x).split(self.sizes, dim=-1)
 
 
 class OneByOne(nn.Module):

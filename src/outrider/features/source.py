@@ -83,7 +83,7 @@ def say_kernels(layer_kinds: Sequence[str], settings: FeaturesConfig, device: to
             raise UserError("features.documents = \"packed\": the target's gated delta nets need flash-linear-attention: install "
                             "outrider[gpu], or use \"apart\"")
         used["gated delta rule"] = f"flash-linear-attention {_version('flash-linear-attention')}" if cuda and fla else REFERENCE
-        convolution = "compiled" if packed else "causal-conv1d" if _installed("causal_conv1d") else REFERENCE
+        convolution = "one pass (Triton)" if packed else "causal-conv1d" if _installed("causal_conv1d") else REFERENCE
         used["convolution"] = convolution if cuda else REFERENCE
     slow = [kind for kind, kernel in used.items() if kernel == REFERENCE]
     if settings.require_fast_kernels and slow:

@@ -4,7 +4,7 @@ The device's own figure ("used") is the allocator's peak, what the allocator hol
 passes through it: the CUDA context, NCCL.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.planner import lines as at
 from outrider.planner.drafter_lines import drafter_lines
@@ -19,6 +19,7 @@ CUBLAS_WORKSPACE = 32 * MIB  # from the allocator, per thread that multiplies: t
 # Of what comes and goes: reserved by the allocator and not in use at the peak, because gradients of weights do not fit the holes
 # that activations leave. Measured (bench/results/ledger.md): 0.08 with few anchors, 0.37 and 0.61 with many.
 GAPS = 0.25
+COPIED = ("drafter: masters", "optimizer: both moments", "optimizer: moments, 8 bit", "optimizer: scales of the moments")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ def capturer(job: Job) -> DeviceLedger:
     """A device that only runs the target up to the last captured layer."""
     lines = [item for item in target_lines(job, colocated=False) if item.role == "capture"]
     return _device(job, lines, ("capture",))
+
+
+def host(job: Job) -> tuple[Line, ...]:
+    """What the first process holds of the machine's memory, not the card's, for the whole run: a checkpoint's copy."""
+    whole = [item for item in drafter_lines(replace(job, sharded=False)) if item.name in COPIED]
+    return tuple(replace(item, name=f"checkpoint: copy of '{item.name}', page-locked") for item in whole)
 
 
 def ledger_of(job: Job, roles: tuple[Role, ...]) -> DeviceLedger:

@@ -8,7 +8,7 @@ from outrider.data.rows import read_info
 from outrider.errors import UserError
 from outrider.planner.gpus import Gpu
 from outrider.planner.job import SUPPOSITIONS, Job, job_of
-from outrider.planner.ledger import DeviceLedger
+from outrider.planner.ledger import DeviceLedger, host
 from outrider.planner.lines import Line
 from outrider.planner.plan import PLACEMENTS, DevicePlan, Plan, make_plans
 from outrider.planner.target_shapes import read_target_shape
@@ -61,6 +61,8 @@ def as_dict(plan: Plan, *, explain: bool) -> dict[str, Any]:
         "bottleneck": plan.bottleneck,
         "supervised_tokens_per_s": plan.supervised_tokens_per_s, "tokens_per_s": plan.tokens_per_s,
         "devices": [_device(device, explain=explain) for device in plan.devices],
+        "host_bytes": sum(line.bytes for line in host(plan.job)),
+        "host_lines": [_line(line) for line in (host(plan.job) if explain else ())],
     }
 
 
@@ -95,9 +97,13 @@ def _device(device: DevicePlan, *, explain: bool) -> dict[str, Any]:
         "peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase, "device_used_bytes": ledger.device_used_bytes,
         "standing_bytes": ledger.standing_bytes, "headroom_bytes": device.headroom, "groups_at_peak": groups(device),
         "largest_at_peak": {"name": line.name, "formula": line.formula, "bytes": line.bytes},
-        "lines": [{"name": line.name, "formula": line.formula, "dtype": line.dtype, "bytes": line.bytes,
-                   "phase": line.lifetime, "inside": line.inside} for line in (ledger.lines if explain else ())],
+        "lines": [_line(line) for line in (ledger.lines if explain else ())],
     }
+
+
+def _line(line: Line) -> dict[str, Any]:
+    return {"name": line.name, "formula": line.formula, "dtype": line.dtype, "bytes": line.bytes, "phase": line.lifetime,
+            "inside": line.inside}
 
 
 def groups(device: DevicePlan) -> dict[str, int]:

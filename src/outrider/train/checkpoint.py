@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from outrider.errors import RunFailure, UserError
+from outrider.errors import UserError
 from outrider.files import atomic_folder, read_json, set_aside, sha256_file, write_json
 from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME
 from outrider.progress import say
 from outrider.train.masters import piece_of
-from outrider.train.optim import plain_state, rebuilt_state
+from outrider.train.optim import coming_state, plain_state, rebuilt_state
 from outrider.train.rng import restore_rng
+from outrider.train.tensor_file import write_tensors
 
 FORMAT = 2
 DRAFTER_FOLDER, OPTIMIZER_NAME, RNG_NAME, STATE_NAME = "drafter", "optimizer.safetensors", "rng.safetensors", "state.json"
@@ -77,7 +78,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a checkpoint holds, on the host: training may go on while it is written."""
+    """All that a checkpoint holds, on the host, every number finite: training may go on while it is written."""
 
     position: Position
     drafter: Tensors
@@ -94,6 +95,15 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
     return sorted((run_folder / "checkpoints").glob("step-????????"))
 
 
+def coming(drafter: Drafter, optimizer: torch.optim.Optimizer) -> Tensors:
+    """The large tensors of a snapshot, before there is one: shapes and dtypes, on the meta device. Names as in its parts."""
+    found: Tensors = {}
+    for name, parameter in drafter.named_parameters():
+        found[name] = torch.empty(parameter.shape, device="meta")
+        found |= {f"{key}/{name}": tensor for key, tensor in coming_state(parameter, optimizer).items()}
+    return found
+
+
 def moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> Tensors:
     """The optimizer's state by name in plain tensors, `exp_avg/layers.0...`; not copied."""
     return {f"{key}/{name}": value for name, parameter in drafter.named_parameters()
@@ -101,20 +111,18 @@ def moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def write_checkpoint(run_folder: Path, snapshot: Snapshot, origin: Origin) -> Path:
-    """Write a checkpoint, whole or not at all. Raises UserError when the disk refuses, RunFailure for a NaN in it."""
-    for name, tensor in (snapshot.drafter | snapshot.optimizer).items():
-        if not torch.isfinite(tensor).all():
-            raise RunFailure(f"{name} is not finite: no checkpoint was written, earlier ones are intact")
+    """Write a checkpoint, whole or not at all. Raises UserError when the disk refuses."""
     folder = checkpoint_path(run_folder, snapshot.position.step)
     facts = {key: value for key, value in asdict(origin).items() if key != "drafter_config"}
+    parts = {FILES[1]: (snapshot.drafter, {"format": "pt"}), OPTIMIZER_NAME: (snapshot.optimizer, None),
+             RNG_NAME: (snapshot.rng, None)}
     with atomic_folder(folder) as temporary:
         (temporary / DRAFTER_FOLDER).mkdir()
         write_json(temporary / DRAFTER_FOLDER / CONFIG_NAME, origin.drafter_config)
-        save_file(snapshot.drafter, temporary / DRAFTER_FOLDER / WEIGHTS_NAME, metadata={"format": "pt"})
-        save_file(snapshot.optimizer, temporary / OPTIMIZER_NAME)
-        save_file(snapshot.rng, temporary / RNG_NAME)
         write_json(temporary / STATE_NAME, {"format": FORMAT, "position": asdict(snapshot.position), **facts})
-        write_json(temporary / "manifest.json", {name: sha256_file(temporary / name) for name in FILES})
+        sums = {name: write_tensors(tensors, temporary / name, metadata) for name, (tensors, metadata) in parts.items()}
+        sums |= {name: sha256_file(temporary / name) for name in FILES if name not in sums}
+        write_json(temporary / "manifest.json", sums)
     return folder
 
 

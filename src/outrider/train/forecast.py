@@ -7,7 +7,7 @@ import torch
 
 from outrider.errors import UserError
 from outrider.planner.job import Job
-from outrider.planner.ledger import DeviceLedger, capturer, colocated, learner, ledger_of
+from outrider.planner.ledger import DeviceLedger, capturer, colocated, host, learner, ledger_of
 from outrider.planner.plan import nearest_that_fits
 from outrider.planner.run import job_from, telling_line
 from outrider.progress import say
@@ -74,7 +74,8 @@ def foresee(resolved: Resolved, devices: Devices, card_of: CardOf, *, row_length
             _check(job, capturer(job), capture_card)
     ledger = learner(job) if devices.capture else colocated(job)
     _check(job, ledger, card)
-    say(f"memory: predicted {ledger.peak_bytes / GIB:.2f} GiB at the peak of {card.allowed_bytes / GIB:.1f} on {card.name}")
+    say(f"memory: predicted {ledger.peak_bytes / GIB:.2f} GiB at the peak of {card.allowed_bytes / GIB:.1f} on {card.name}, "
+        f"{sum(line.bytes for line in host(job)) / GIB:.2f} on the host for checkpoints")
     return Forecast(job, ledger, card)
 
 

@@ -1,6 +1,7 @@
 """Takes a run's state now and then, gives checkpoints written in the background and kept by policy; knows nothing of steps.
 
-Saving costs the loop one copy to the host (its memory is held between checkpoints); disk and checksums are another thread's.
+Saving costs the loop one look for a NaN and one copy to the host; disk, checksums and the copy's memory, which is made beside the
+first steps and held, are another thread's.
 Of several processes the first one writes. Masters that are shared out come together in its host memory, a tensor at a time, so
 that a checkpoint is the same whatever number of processes wrote it.
 """
@@ -14,8 +15,10 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from torch import Tensor
 
 from outrider.config import CheckpointConfig
+from outrider.errors import RunFailure
 from outrider.files import explain_os_errors
 from outrider.model.drafter import Drafter
 from outrider.progress import say
@@ -24,11 +27,13 @@ from outrider.train.checkpoint import (
     Position,
     Snapshot,
     Tensors,
+    coming,
     list_checkpoints,
     moments,
     read_position,
     write_checkpoint,
 )
+from outrider.train.host_memory import HostMemory
 from outrider.train.masters import whole
 from outrider.train.processes import Processes
 from outrider.train.rng import rng_state
@@ -46,7 +51,7 @@ class Keeper:
         self.last = last  # the newest position that is saved, or where the run began
         self.copy_seconds = self.write_seconds = 0.0  # of the newest one
         self._saved_at = time.monotonic()
-        self._host: dict[str, Tensors] = {"drafter": {}, "optimizer": {}}
+        self._room: Future[HostMemory] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -61,6 +66,13 @@ class Keeper:
                 self.settle()
         finally:
             self._thread.shutdown()
+            if self._room and not self._room.exception():
+                self._room.result().close()
+
+    def make_room(self, drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
+        """Begin to make the host memory of a copy, which takes seconds for gigabytes."""
+        if self._room is None and self.processes.leads:
+            self._room = self._thread.submit(HostMemory, coming(drafter, optimizer), drafter.norm.weight.device)
 
     def settle(self) -> None:
         """As `wait`, where something else has failed already: what the writer met is only said."""
@@ -81,24 +93,29 @@ class Keeper:
     def save(self, drafter: Drafter, optimizer: torch.optim.Optimizer, position: Position) -> None:
         """Copy the state to the host and have it written. Waits for the one before, and raises what that one met.
 
-        Every process must call it.
+        Every process must call it. Raises RunFailure, with nothing written, when a number of it is not finite.
         """
         self.wait()
+        self.make_room(drafter, optimizer)
         self.processes.meet()  # the first one may have waited for its disk, longer than others wait for a sum
         started = time.monotonic()
-        snapshot = Snapshot(
-            position, drafter=self._to_host("drafter", drafter.state_dict()),
-            optimizer=self._to_host("optimizer", moments(drafter, optimizer)), rng=rng_state(),
-        )
-        if drafter.norm.weight.is_cuda:
-            torch.cuda.synchronize(drafter.norm.weight.device)
+        found: dict[str, Tensor] = {}
+        weights = self._to_host(drafter.state_dict(), found)
+        optimizer_state = self._to_host(moments(drafter, optimizer), found)
+        device = drafter.norm.weight.device
+        finite = torch.stack([extremes.to(device, torch.float32) for extremes in found.values()]).isfinite().all(dim=1)
+        bad = [name for name, fine in zip(found, finite.tolist(), strict=True) if not fine]  # waits for the copies too
         self.copy_seconds = time.monotonic() - started
+        if bad:
+            raise RunFailure(f"{bad[0]} is not finite: no checkpoint was written, earlier ones are intact")
         self.last, self._saved_at = position, time.monotonic()
         if self.processes.leads:
-            self._writing = self._thread.submit(self._write, snapshot)
+            self._writing = self._thread.submit(self._write, Snapshot(position, weights, optimizer_state, rng_state()))
 
     def check(self) -> None:
         """Raise what the writer met, if it has; called once a step."""
+        if self._room is not None and self._room.done():
+            self._room.result()
         if self._writing is not None and self._writing.done():
             self.wait()
 
@@ -113,17 +130,17 @@ class Keeper:
             say(f"waiting for the checkpoint of step {self.last.step} to be written{before}")
         writing.result()
 
-    def _to_host(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """A copy of `tensors` in the first process's host memory, which is used again for the next one."""
-        buffers = self._host[kind]
+    def _to_host(self, tensors: Mapping[str, Tensor], found: Tensors) -> Tensors:
+        """A copy of `tensors` in the first process's host memory, used again for the next one. `found` takes the least and the
+        largest number of each, made where it is: one reading by a GPU in place of a core's, and a NaN is both."""
+        room, copies = self._room.result().tensors if self._room else {}, {}
         for name, tensor in tensors.items():
             everything = whole(tensor.detach())
-            if not self.processes.leads:
-                continue
-            if name not in buffers:
-                buffers[name] = torch.empty(everything.shape, dtype=everything.dtype, pin_memory=everything.is_cuda)
-            buffers[name].copy_(everything, non_blocking=True)
-        return buffers
+            found[name] = torch.stack(torch.aminmax(everything))
+            if self.processes.leads:  # an optimizer's counters, a few bytes each, have no room of their own
+                place = room[name] if name in room else torch.empty_like(everything, device="cpu")
+                copies[name] = place.copy_(everything, non_blocking=True)
+        return copies
 
     def _write(self, snapshot: Snapshot) -> None:
         started = time.monotonic()

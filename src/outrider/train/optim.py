@@ -57,6 +57,15 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
+def coming_state(parameter: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What `plain_state` will give of the parameter once it has moved, but its counter: shapes and dtypes, on the meta device."""
+    if isinstance(optimizer, torch.optim.AdamW) or not _in_8_bits(parameter):
+        return {key: torch.empty(parameter.shape, device="meta") for key in MOMENTS}
+    codes = torch.empty(parameter.shape, dtype=torch.uint8, device="meta")
+    scale = torch.empty(parameter.numel() // BLOCK, device="meta")
+    return {f"{key}.{part}": tensor for key in MOMENTS for part, tensor in zip(PARTS, (codes, scale), strict=True)}
+
+
 def plain_state(state: dict[str, Any]) -> dict[str, Tensor]:
     """One parameter's optimizer state as plain tensors, not copied: a moment in 8 bits as `exp_avg.codes`, `exp_avg.scale`."""
     plain: dict[str, Tensor] = {}

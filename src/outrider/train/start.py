@@ -31,9 +31,10 @@ from outrider.model.drafter import Drafter, count_parameters, initialise
 from outrider.model.published import to_config
 from outrider.progress import say
 from outrider.records import TokenRows
-from outrider.train.checkpoint import Origin, Position, load_checkpoint, newest_sound, read_state
+from outrider.train.checkpoint import Origin, Position, coming, load_checkpoint, newest_sound, read_state
 from outrider.train.forecast import CardOf, Forecast, foresee
 from outrider.train.guards import DiskWatch
+from outrider.train.host_memory import short_of
 from outrider.train.initial import OpenInitial, check_initial
 from outrider.train.keeper import Keeper
 from outrider.train.lanes import Trace
@@ -49,7 +50,6 @@ from outrider.train.step import Learner
 
 RESOLVED_NAME = "resolved.toml"
 FEATURES_NAME = "features"
-STATE_BYTES = 12  # a parameter in a checkpoint: its fp32 master and two fp32 moments
 FREE_TO_CHANGE = {"train.folder", "train.log_every", "train.tracker", "train.max_hours", "train.accept_every",
                   "train.accept_prompts", "train.accept_tokens", "train.trace_steps", "features.kernel_cache",
                   "features.require_fast_kernels"}
@@ -135,15 +135,16 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
         say(f"going on from {checkpoint}, {position.step} steps done")
     per_step = settings.rows_per_batch * settings.accumulation
     steps = settings.steps or -(-settings.epochs * len(rows) // per_step)
-    disk = DiskWatch(settings.folder, checkpoint_bytes=STATE_BYTES * count_parameters(resolved.shape),
-                     min_free_gib=config.guards.min_free_gib)
-    if short := processes.first(disk.short()):
+    state_bytes = sum(tensor.nbytes for tensor in coming(learner.road.drafter, learner.optimizer).values())
+    disk = DiskWatch(settings.folder, checkpoint_bytes=state_bytes, min_free_gib=config.guards.min_free_gib)
+    if short := processes.first(disk.short() or (short_of(state_bytes) if processes.leads else None)):
         raise UserError(short)
     if processes.leads:
         _write_resolved(resolved)
     metrics = Metrics(settings.folder, settings.tracker, at_bytes=position.metrics_bytes, at_step=position.step,
                       writes=processes.leads)
     keeper = Keeper(settings.folder, resolved.config.checkpoint, _origin(resolved, ends, inputs), position, processes)
+    keeper.make_room(learner.road.drafter, learner.optimizer)
     run = Run(resolved, rows, relay, learner, processes, steps, position, metrics, keeper, disk,
               time.monotonic() - position.seconds, forecast)
     _announce(run)
