@@ -1,6 +1,6 @@
 """8-bit linear layers: the error of rounding and no more, half the memory, the report of what it costs, refusals."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ class OtherLinear(nn.Linear):
 
 def test_refusals() -> None:
     target = family_target("llama")
-    target.model.config.quantization_config = SimpleNamespace(quant_method="awq")
+    target.facts = replace(target.facts, quantised="awq")
     with pytest.raises(UserError, match=r'quantised already.*use "as_loaded"'):
         in_8_bits(target, ROWS, IDS, CPU)
     target = family_target("llama")

@@ -91,15 +91,22 @@ def test_packed_in_bfloat16(family: str) -> None:
 
 
 def test_packed_in_8_bits() -> None:
-    """The one-pass 8-bit kernels in their place: no farther from the plain twins than the outputs' rounding, layer upon layer."""
+    """The 8-bit kernels in their place: at each layer nearer to the plain twins than 8 bits are to bfloat16 there.
+
+    Inputs that round the other way are a whole step of e4m3 off in the next layer, so bfloat16's roundings grow (0.12 of the norm
+    in the first layer of this target on a CPU alone, float32 against bfloat16). Without its gate a layer is off by its own size.
+    """
     rows = random_rows([[40, 25, 3, 60]], length=128, seed=0)
     found = []
-    for device in (CPU, CUDA):
+    for device, eight in ((CPU, False), (CPU, True), (CUDA, True)):
         target = family_target("qwen3_5")
         target = Target(target.model.to(torch.bfloat16), target.facts)
-        for layer in target.layers:
-            quantise_layer(layer)
+        if eight:
+            for layer in target.layers:
+                quantise_layer(layer)
         target = Target(target.model.to(device), target.facts)
-        found.append(PackedCapture(target, IDS, compiled=False)(rows).values_BSF)
-    print("8 bits, GPU to CPU", relative(found[1], found[0]))
-    assert relative(found[1], found[0]) < 0.1
+        found.append(PackedCapture(target, IDS, compiled=False)(rows).values_BSF.cpu().unflatten(-1, (len(IDS), -1)))
+    for j in range(len(IDS)):
+        exact, plain, fast = (values[..., j, :] for values in found)
+        print("8 bits", IDS[j], f"to bfloat16 {relative(plain, exact):.4f}, GPU to CPU {relative(fast, plain):.4f}")
+        assert relative(fast, plain) < relative(plain, exact)

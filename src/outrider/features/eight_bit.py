@@ -74,9 +74,9 @@ def quantise_layer(layer: nn.Module) -> None:
 
 
 def _check(target: Target, device: torch.device) -> None:
-    if getattr(target.model.config, "quantization_config", None) is not None:
-        raise UserError("features.precision = \"fp8\": the target is quantised already, and is captured from as it will be "
-                        "served: use \"as_loaded\"")
+    if target.facts.quantised is not None:
+        raise UserError(f"features.precision = \"fp8\": the target is quantised already ({target.facts.quantised}), and is "
+                        "captured from as it will be served: use \"as_loaded\"")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         raise UserError(f"features.precision = \"fp8\": {torch.cuda.get_device_name(device)} has no 8-bit products (they begin "
                         "with compute capability 8.9): use \"as_loaded\"")

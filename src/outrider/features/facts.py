@@ -19,6 +19,7 @@ class TargetFacts:
     """What the drafter must fit, read from the target's text config without loading weights.
 
     `layer_kinds`: one name a layer ("full_attention", "sliding_attention", "linear_attention", ...).
+    `quantised`: the method that the weights came quantised by, as the config names it; None for plain ones.
     """
 
     hidden_size: int
@@ -34,6 +35,7 @@ class TargetFacts:
     tie_word_embeddings: bool
     softcap: float | None
     layer_kinds: tuple[str, ...]
+    quantised: str | None
 
 
 def read_facts(path: str) -> TargetFacts:
@@ -50,6 +52,7 @@ def facts_of(values: Mapping[str, Any], *, path: str) -> TargetFacts:
     heads = values["num_attention_heads"]
     rope = values.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
+    quantisation = values.get("quantization_config")
     kinds = values.get("layer_types") or ["full_attention"] * values["num_hidden_layers"]
     return TargetFacts(
         hidden_size=values["hidden_size"],
@@ -65,6 +68,7 @@ def facts_of(values: Mapping[str, Any], *, path: str) -> TargetFacts:
         tie_word_embeddings=bool(values.get("tie_word_embeddings")),
         softcap=values.get("final_logit_softcapping"),
         layer_kinds=tuple(kinds),
+        quantised=str(quantisation.get("quant_method")) if isinstance(quantisation, Mapping) else None,
     )
 
 
@@ -73,7 +77,9 @@ def read_text_config(path: str) -> dict[str, Any]:
     check_folder(path)
     try:
         with _undocumented():
-            values: dict[str, Any] = AutoConfig.from_pretrained(path, **NO_CODE).get_text_config().to_dict()
+            config = AutoConfig.from_pretrained(path, **NO_CODE)
+            values: dict[str, Any] = config.get_text_config().to_dict()
+            values.setdefault("quantization_config", config.to_dict().get("quantization_config"))  # of a wrapper: the outer one's
     except Exception as error:  # OSError, ValueError, KeyError, TypeError: whatever a damaged config.json provokes
         raise UserError(f"target.path = {path!r}: no usable model config: {first_line(error)}") from error
     return values

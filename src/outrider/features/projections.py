@@ -52,9 +52,13 @@ def side_by_side(*layers: nn.Module) -> nn.Module:
 
 
 def can_join(layers: Sequence[nn.Module]) -> bool:
-    """Whether all are plain linear layers, or all 8-bit ones, without bias."""
+    """Whether all are plain linear layers, or all 8-bit ones, without bias, and none does more than its product.
+
+    A library that quantises a layer's inputs puts a `forward` on the layer itself and leaves its type as it was.
+    """
     kinds = {type(layer) for layer in layers}
-    return kinds in ({nn.Linear}, {Fp8Linear}) and all(layer.bias is None for layer in layers)
+    plain = kinds in ({nn.Linear}, {Fp8Linear}) and all(layer.bias is None for layer in layers)
+    return plain and not any("forward" in vars(layer) for layer in layers)
 
 
 def join(parameters: Sequence[Tensor]) -> Tensor | None:

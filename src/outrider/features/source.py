@@ -53,6 +53,8 @@ def open_source(order: Order, settings: FeaturesConfig, first_row: TokenRows, pr
     target = load_target(order.path, dtype=order.dtype, device="cpu" if eight else order.device, last_layer=order.last_layer,
                          head=True)
     say_kernels(target.facts.layer_kinds, settings, device)
+    if target.facts.quantised is not None:
+        say(f"target: its weights are quantised ({target.facts.quantised}); features come from them as transformers runs them")
     if eight:
         target, _ = in_8_bits(target, first_row, order.layer_ids, device)
     run = capture_in(settings.documents, target, order.layer_ids)
@@ -66,9 +68,9 @@ def open_source(order: Order, settings: FeaturesConfig, first_row: TokenRows, pr
 
 
 def capture_in(documents: str, target: Target, layer_ids: Sequence[int]) -> CaptureRows:
-    """The way of capture that `features.documents` names; the packed one is compiled on a GPU."""
+    """The way of capture that `features.documents` names; the packed one is compiled on a GPU, unless layers are others' own."""
     if documents == "packed":
-        return PackedCapture(target, layer_ids, compiled=target.device.type == "cuda")
+        return PackedCapture(target, layer_ids, compiled=target.device.type == "cuda" and target.facts.quantised is None)
     return lambda rows: capture(target, rows, layer_ids)
 
 
