@@ -4,7 +4,7 @@
     python bench/drafter_step.py --draw bench/results/drafter_step.jsonl bench/results/drafter_step.svg
 
 The case: hidden 5120, FFN 17408, 32/8 heads of 128, 5 layers, vocabulary 248,320, a row of 8192 tokens, 512 anchors, K = 16,
-bf16 compute copies of fp32 masters, random weights, fresh features, documents and anchors every step (--documents 0: 1 to 12
+bf16 compute weights of fp32 masters, random weights, fresh features, documents and anchors every step (--documents 0: 1 to 12
 packed documents, another number each step). Timed: block mask, drafter, frozen-head loss, backward. "Static" is masters,
 compute weights, their gradients, head and embedding. The matrix rate is measured before (a cool chip) and after the steps
 (one at its power limit). Last line: JSON.
@@ -33,6 +33,8 @@ from outrider.model.drafter import Drafter, count_parameters
 from outrider.model.flops import StepFlops, count_flops
 from outrider.objective.frozen_head import frozen_head_loss
 from outrider.records import FULL, DraftBlocks, DrafterShape, FrozenHead, TokenRows
+from outrider.train.masters import WholeMasters
+from outrider.train.processes import ALONE
 from outrider.train.roads import FusedRoad
 
 DEVICE = torch.device("cuda")
@@ -90,6 +92,7 @@ class Case:
         self.embedding_VD = torch.randn(shape.vocab_size, shape.hidden_size, device=DEVICE, dtype=torch.bfloat16)
         self.head = FrozenHead(torch.randn_like(self.embedding_VD).mul_(shape.hidden_size**-0.5), None)
         self.road = FusedRoad(self.drafter, dtype=torch.bfloat16, activation_budget=self.activation_budget)
+        self.road.begin(WholeMasters(self.drafter, ALONE))
         self.count = 0
 
     def fresh(self) -> tuple[TokenRows, DraftBlocks, Tensor]:
@@ -110,11 +113,11 @@ class Case:
             parameter.grad = None
 
     def static_bytes(self) -> int:
-        """Masters, compute weights and their gradients, head and embedding."""
+        """Masters, which hold the compute weights, those weights' gradients, head and embedding."""
         masters = sum(p.numel() * p.element_size() for p in self.drafter.parameters())
-        compute = sum(p.numel() * p.element_size() for p in self.road.fused.parameters())
+        gradients = sum(p.numel() * p.element_size() for p in self.road.fused.parameters())
         frozen = 2 * self.embedding_VD.numel() * self.embedding_VD.element_size()
-        return masters + 2 * compute + frozen
+        return masters + gradients + frozen
 
     def flops(self) -> StepFlops:
         """Counted on a fresh row, so the attention's part is that of packed documents."""

@@ -1,12 +1,13 @@
 """Predicted against measured peak memory over a grid of runs on one GPU, through the code that training runs.
 
-    python bench/ledger.py [--only NAME ...] [--beside] [--out FOLDER]
+    python bench/ledger.py [--only NAME ...] [--beside] [--out FOLDER] [--steps 2] [--card rtx-pro-6000]
 
 Each point is a run file and a target's config. A random target of that config stands on the GPU, a drafter learns from it for a
 few optimizer steps, and torch.cuda.max_memory_allocated and the device's own "used" are held against the ledger. What went wrong
 elsewhere (unfused attention, plain logits, an eager block mask) is run on purpose: these points replace that one part.
 Appends to ledger.jsonl in FOLDER and draws all of it as ledger.svg. `--beside`: other processes share the device, so what it
-shows as used is not told apart. Last line: JSON.
+shows as used is not told apart. `--card` caps the allocator to a smaller card of the catalogue. With more than 2 steps those from
+the third on are timed, each with its capture. Last line: JSON.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -30,15 +32,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.config import PlacementConfig, parse_run
 from outrider.features.capture import FeatureSource
+from outrider.features.eight_bit import quantise_layer
 from outrider.features.facts import read_facts
+from outrider.features.fp8 import Fp8Linear, quantise_rows
+from outrider.features.source import capture_in
 from outrider.features.target import Target
 from outrider.layout.mask import visibility
 from outrider.model import tripwire
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
 from outrider.model.fused_attention import fused_attention
-from outrider.model.fused_drafter import fused_copy
+from outrider.model.fused_drafter import fused_twin
 from outrider.objective.losses import plain_loss
+from outrider.planner.gpus import parse_gpus
 from outrider.planner.job import job_of
 from outrider.planner.ledger import colocated
 from outrider.planner.target_shapes import read_target_shape
@@ -52,7 +58,7 @@ from outrider.train.resolve import Resolved, resolve
 from outrider.train.roads import DenseRoad, FusedRoad
 
 GIB = 2**30
-STEPS = 2  # the optimizer's moments are born in the first
+UNTIMED = 2  # the optimizer's moments are born in the first, which compiles too
 
 
 def small_target(D: int, layers: int, V: int, **changes: Any) -> dict[str, Any]:
@@ -129,11 +135,13 @@ def points() -> list[Point]:
         but("wide, unfused, 64 anchors", target=wide, S=8192, suppositions=unfused, sections={"layout": {"anchors": 64}}),
         born_from("27B bf16"),
         born_from("27B bf16, 64 anchors", layout={"anchors": 64}),
+        born_from("27B bf16, packed", features={"documents": "packed"}),
+        born_from("27B FP8, packed", features={"documents": "packed", "precision": "fp8"}),
     ]
 
 
-def random_target(folder: Path, last_layer: int) -> Target:
-    """A target of the folder's config with random weights on the GPU, cut as loading would cut it."""
+def random_target(folder: Path, last_layer: int, *, fp8: bool) -> Target:
+    """A target of the folder's config with random weights on the GPU, cut as loading would cut it; `fp8`: made in 8 bits."""
     facts = read_facts(str(folder))
     config = AutoConfig.from_pretrained(folder).get_text_config()
     config.num_hidden_layers = last_layer + 1
@@ -141,9 +149,17 @@ def random_target(folder: Path, last_layer: int) -> Target:
         config.layer_types = config.layer_types[: last_layer + 1]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if fp8:
+        for layer in model.get_decoder().layers:
+            quantise_layer(layer)
     model.to_empty(device="cuda").eval().requires_grad_(False)
     model.tie_weights()  # to_empty made a tensor for each name
     for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            eight, scale = quantise_rows(torch.randn(module.weight.shape, device="cuda", dtype=torch.bfloat16) * 0.02)
+            module.weight.copy_(eight)
+            module.scale.copy_(scale)
+            continue
         for weight in module.parameters(recurse=False):
             weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(0.1)
     with torch.device("cuda"):  # its buffers are numbers, not weights
@@ -180,13 +196,13 @@ def open_road(resolved: Resolved, suppositions: tuple[str, ...]) -> Any:
     road = FusedRoad(drafter, dtype=dtype, activation_budget=settings.activation_budget)
     if "unfused-attention" in suppositions:
         tripwire.remove()
-        road.fused = fused_copy(drafter, lambda q, k, v, mask: fused_attention(q, k, v, mask, options={}), dtype=dtype,
+        road.fused = fused_twin(drafter, lambda q, k, v, mask: fused_attention(q, k, v, mask, options={}), dtype=dtype,
                                 compile_part=lambda part: part)
     return road
 
 
-def measure(point: Point, *, alone: bool) -> dict[str, Any]:
-    """Run the point; its bytes as predicted and as measured."""
+def measure(point: Point, *, alone: bool, steps: int) -> dict[str, Any]:
+    """Run the point; its bytes as predicted and as measured, and the milliseconds of a step where any was timed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(point.target))
@@ -198,31 +214,39 @@ def measure(point: Point, *, alone: bool) -> dict[str, Any]:
         ledger = colocated(job)
         began = time.monotonic()
         with supposing(point.suppositions):
-            peak, used = run(point, resolved, random_target(folder, resolved.shape.target_layer_ids[-1]))
+            target = random_target(folder, resolved.shape.target_layer_ids[-1], fp8=resolved.config.features.precision == "fp8")
+            peak, used, times = run(point, resolved, target, steps)
     return {
         "name": point.name, "predicted": ledger.peak_bytes, "measured": peak, "error": ledger.peak_bytes / peak - 1,
         "predicted_used": ledger.device_used_bytes, "measured_used": used if alone else None,
         "error_used": ledger.device_used_bytes / used - 1 if alone else None,
         "standing": ledger.standing_bytes, "phase": ledger.peak_phase, "seconds": round(time.monotonic() - began, 1),
+        **({"ms": round(statistics.median(times), 1), "min_ms": round(min(times), 1), "max_ms": round(max(times), 1),
+            "n": len(times)} if times else {}),
     }
 
 
-def run(point: Point, resolved: Resolved, target: Target) -> tuple[int, int]:
-    """Peak allocated and device-used bytes of a few optimizer steps."""
+def run(point: Point, resolved: Resolved, target: Target, steps: int) -> tuple[int, int, list[float]]:
+    """Peak allocated and device-used bytes of a few optimizer steps, and the milliseconds of those after UNTIMED."""
     config = resolved.config
     road = open_road(resolved, point.suppositions)
     optimizer = build_optimizer(road.drafter, config.optimizer)
     learner = step.Learner(road, WholeMasters(road.drafter, ALONE), target.ends, optimizer)
-    source = FeatureSource(target, resolved.shape.target_layer_ids, keep="no")
+    layer_ids = resolved.shape.target_layer_ids
+    source = FeatureSource(target, layer_ids, keep="no", run=capture_in(config.features.documents, target, layer_ids))
     relay = open_relay([source], Devices(target.device, ()), PlacementConfig(), meeting="bench", trace=None)
-    for count in range(STEPS):
+    times = []
+    for count in range(steps):
         batches = [step.lay_out(rows_of(point, config, seed=100 * count + micro), resolved, [0] * config.train.rows_per_batch,
                                 torch.device("cuda")) for micro in range(config.train.accumulation)]
+        torch.cuda.synchronize()
+        began = time.perf_counter()
         step.run_step(learner, relay, batches, [], clip_norm=1.0, logits_bytes=config.objective.logits_mib * 2**20,
                       watch=Stopwatch())
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - began))
     free, total = torch.cuda.mem_get_info()
-    return torch.cuda.max_memory_allocated(), total - free
+    return torch.cuda.max_memory_allocated(), total - free, times[UNTIMED:]
 
 
 def rows_of(point: Point, config: Any, seed: int) -> Any:
@@ -242,7 +266,9 @@ def fresh_device() -> None:
 def show(result: dict[str, Any]) -> None:
     used = "" if result["measured_used"] is None else f"used {result['measured_used'] / GIB:7.2f} {result['error_used']:+6.1%} | "
     print(f"{result['name']:36} measured {result['measured'] / GIB:7.2f} predicted {result['predicted'] / GIB:7.2f} GiB "
-          f"{result['error']:+6.1%} | {used}{result['phase']} ({result['seconds']} s)", file=sys.stderr, flush=True)
+          f"{result['error']:+6.1%} | {used}{result['phase']} ({result['seconds']} s)"
+          + (f", {result['ms']} ms a step ({result['min_ms']}..{result['max_ms']}, n = {result['n']})" if "ms" in result else ""),
+          file=sys.stderr, flush=True)
 
 
 def draw(folder: Path) -> None:
@@ -272,16 +298,21 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of points")
     parser.add_argument("--beside", action="store_true", help="other processes use the device")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--steps", type=int, default=UNTIMED, help="optimizer steps a point")
+    parser.add_argument("--card", help="cap the allocator to this card's memory")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print(json.dumps({"bench": "ledger", "skipped": "needs a CUDA GPU"}))
         return
     warnings.simplefilter("ignore")
+    if args.card:
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(parse_gpus(args.card)[0].usable_bytes / total)
     results = []
     for point in [p for p in points() if not args.only or p.name in args.only]:
         fresh_device()
         try:
-            result = measure(point, alone=not args.beside)
+            result = measure(point, alone=not args.beside, steps=args.steps)
         except torch.OutOfMemoryError as error:
             print(f"{point.name}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
             continue

@@ -6,7 +6,7 @@ import torch
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
 from outrider.model.fused_attention import tile_options
-from outrider.model.fused_drafter import FusedDrafter, fused_copy
+from outrider.model.fused_drafter import FusedDrafter, fused_twin
 from outrider.records import FULL, SLIDING, DrafterShape
 
 B, A, S, D = 2, 5, 23, 32
@@ -20,7 +20,9 @@ def make(layers: int, kv_heads: int, K: int) -> tuple[Drafter, FusedDrafter]:
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.dim() == 1))
-    return drafter, fused_copy(drafter, dense_attention, dtype=torch.float64, compile_part=lambda part: part)
+    fused = fused_twin(drafter, dense_attention, dtype=torch.float64, compile_part=lambda part: part)
+    fused.borrow(drafter)
+    return drafter, fused
 
 
 def case(K: int) -> tuple[torch.Tensor, ...]:
@@ -59,10 +61,29 @@ def test_new_weights_arrive() -> None:
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    fused.take_weights(drafter)
+    fused.give_back()
+    fused.borrow(drafter)
     plain = drafter(noise, features, positions, context, masks).view(B, A, 3, D)
     fast = fused(anchor, mask, features, fused.rotary(positions), fused.rotary(context), masks).view(B, A, 3, D)
     torch.testing.assert_close(fast[:, :, 1:], plain[:, :, 1:], rtol=1e-6, atol=1e-6)
+
+
+def test_bf16_weights_live_in_the_masters_memory_and_leave_no_trace() -> None:
+    drafter = make(2, 2, 3)[0].float()
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    fused = fused_twin(drafter, dense_attention, dtype=torch.bfloat16, compile_part=lambda part: part)
+    for _ in range(2):
+        fused.borrow(drafter)
+        fused.borrow(drafter)  # once more changes nothing
+        for share in fused.shares(drafter):
+            name = next(name for name, parameter in drafter.named_parameters() if parameter is share.master)
+            torch.testing.assert_close(share.of(share.packed), before[name].bfloat16(), rtol=2**-7, atol=0)  # a tie's one unit
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+                    for p in (*drafter.parameters(), *fused.parameters())}
+        assert sum(storages.values()) == sum(4 * value.numel() for value in before.values())
+        fused.give_back()
+        fused.give_back()
+        assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
 
 
 def test_tiles_shrink_where_shared_memory_is_small() -> None:

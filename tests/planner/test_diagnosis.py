@@ -54,8 +54,7 @@ def record_of(
 
 
 def planned_held(job: Job) -> dict[str, int]:
-    return {"drafter: masters": 4 * job.parameters, "optimizer: both moments": 8 * job.parameters,
-            "drafter: compute copy": 2 * job.parameters}
+    return {"drafter: masters": 4 * job.parameters, "optimizer: both moments": 8 * job.parameters}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from typing import Literal
 
 import torch
+from torch import Tensor
 from toys import MASK, random_rows
 
 from outrider.config import OptimizerConfig, PlacementConfig, Sharding
@@ -10,14 +11,16 @@ from outrider.features.capture import FeatureSource
 from outrider.features.target import Target
 from outrider.layout.anchors import draw_anchors
 from outrider.layout.blocks import build_blocks
+from outrider.layout.mask import dense_mask
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter, initialise
-from outrider.records import DrafterShape, TokenRows
-from outrider.train.masters import open_masters
+from outrider.model.fused_drafter import fused_twin
+from outrider.records import DraftBlocks, DrafterShape, TokenRows
+from outrider.train.masters import Masters, open_masters
 from outrider.train.optim import build_optimizer
 from outrider.train.placement import Devices, Relay, open_relay
 from outrider.train.processes import ALONE, Processes
-from outrider.train.roads import DenseRoad
+from outrider.train.roads import DenseRoad, Embed
 from outrider.train.step import Learner, MicroBatch
 
 CPU = torch.device("cpu")
@@ -28,6 +31,26 @@ def make_drafter(shape: DrafterShape, *, seed: int = 0) -> Drafter:
     drafter = Drafter(shape, dense_attention)
     initialise(drafter, seed=seed, head_scale=1.0)
     return drafter
+
+
+class PackedRoad:
+    """The fused road's weights and gradients on a CPU: packed in `dtype`, lent by the masters, not compiled."""
+
+    def __init__(self, drafter: Drafter, *, dtype: torch.dtype) -> None:
+        self.drafter, self.dtype = drafter, dtype
+        self.fused = fused_twin(drafter, dense_attention, dtype=dtype, compile_part=lambda part: part)
+
+    def begin(self, masters: Masters) -> None:
+        masters.lend(self.fused)
+
+    def hidden(self, embed: Embed, features_BSF: Tensor, rows: TokenRows, blocks: DraftBlocks) -> Tensor:
+        masks = {"full_attention": dense_mask(rows, blocks, window=None)}
+        ends = embed(blocks.noise_ids_BAK[:, :, 0]), embed(blocks.noise_ids_BAK[0, 0, 1]), features_BSF
+        return self.fused(*(values.to(self.dtype) for values in ends), self.fused.rotary(blocks.positions_BAK.flatten(1)),
+                          self.fused.rotary(rows.positions_BS), masks)
+
+    def collect(self, masters: Masters) -> None:
+        masters.take_gradients(self.fused)
 
 
 def make_learner(

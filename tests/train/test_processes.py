@@ -8,24 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from learning import CPU, LOGITS_BYTES, colocated, make_drafter, make_learner, random_micro_batch
+from learning import CPU, LOGITS_BYTES, PackedRoad, colocated, make_drafter, make_learner, random_micro_batch
 from spawning import in_processes
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from toys import toy_shape
 
 from outrider.config import Sharding
 from outrider.features.target import Target, load_target
-from outrider.layout.mask import dense_mask
-from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
-from outrider.model.fused_drafter import fused_copy
-from outrider.records import DraftBlocks, LossTerms, TokenRows
-from outrider.train.masters import Masters, whole_drafter
+from outrider.records import LossTerms
+from outrider.train.masters import whole_drafter
 from outrider.train.meter import Stopwatch
 from outrider.train.placement import Relay
 from outrider.train.processes import ALONE, Processes
-from outrider.train.roads import DenseRoad, Embed, Road
+from outrider.train.roads import DenseRoad, Road
 from outrider.train.step import Learner, MicroBatch, run_step
 
 STEPS = 20
@@ -33,25 +29,6 @@ LENGTHS = ([[30]], [[2, 3]], [[]], [[9, 9, 9]], [[1, 1]], [[31]], [[12, 12]], [[
 # 20 steps of Adam at 1e-3 move each weight by up to 2e-2. Sums in another order differ by 1e-7 of their size, which Adam's
 # division makes 1e-5 of a step where a gradient is itself near rounding; a mean of the processes' means differs by 1e-3.
 TOLERANCE = 2e-5
-
-
-class PackedRoad:
-    """The fused road's weights and gradients on a CPU: packed compute copies (float32 here) of the masters, not compiled."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.fused = fused_copy(drafter, dense_attention, dtype=torch.float32, compile_part=lambda part: part)
-
-    def begin(self, masters: Masters) -> None:
-        masters.lend(self.fused)
-
-    def hidden(self, embed: Embed, features_BSF: Tensor, rows: TokenRows, blocks: DraftBlocks) -> Tensor:
-        masks = {"full_attention": dense_mask(rows, blocks, window=None)}
-        return self.fused(embed(blocks.noise_ids_BAK[:, :, 0]), embed(blocks.noise_ids_BAK[0, 0, 1]), features_BSF,
-                          self.fused.rotary(blocks.positions_BAK.flatten(1)), self.fused.rotary(rows.positions_BS), masks)
-
-    def collect(self, masters: Masters) -> None:
-        masters.take_gradients(self.fused)
 
 
 @dataclass(frozen=True)
@@ -63,7 +40,8 @@ class Case:
     micro_batches: int
 
 
-ROADS: dict[str, Callable[[Drafter], Road]] = {"dense": partial(DenseRoad, dtype=torch.float32), "packed": PackedRoad}
+ROADS: dict[str, Callable[[Drafter], Road]] = {"dense": partial(DenseRoad, dtype=torch.float32),
+                                               "packed": partial(PackedRoad, dtype=torch.float32)}
 
 
 @cache

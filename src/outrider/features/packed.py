@@ -112,6 +112,8 @@ class PackedCapture:
                 self._parts.append((layer, "mlp", PackedSwiglu(layer.mlp)))  # type: ignore[arg-type]
             if compiled:
                 self._forwards.append((layer, torch.compile(layer.forward, fullgraph=True, backend=backend)))
+        if target.device.type == "cuda":  # weights put side by side leave their old places behind, which fit nothing else
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def __call__(self, rows: TokenRows, *, out_BSF: Tensor | None = None) -> Features:

@@ -1,8 +1,8 @@
 """Takes what the drafter takes, gives the same hidden states with fewer, larger products; knows no device, loss or file.
 
-The fast twin of drafter.Drafter, for compilation: q/k/v in one product and gate/up in another, on compute copies of the
-drafter's weights. The drafter keeps the fp32 masters under their standard names; `take_weights` brings their values here
-once a step, `give_gradients` takes the gradients back, so checkpoints, optimizer and exports never see the packing.
+The fast twin of drafter.Drafter, for compilation: q/k/v in one product and gate/up in another, on packed weights in the
+compute dtype. The drafter keeps the fp32 masters under their standard names; `borrow` brings their values here for the length
+of a step, `give_gradients` takes the gradients back, so checkpoints, optimizer and exports never see the packing.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from outrider.model.attention import Attention, rotary_table, rotate
 from outrider.model.drafter import Drafter, RMSNorm, Rotary
+from outrider.model.halves import join_, split_, upper
 from outrider.records import DrafterShape
 
 CompilePart = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -117,6 +118,8 @@ class FusedDrafter(nn.Module):
         self._attend = compile_part(FusedLayer.attend)
         self._finish = compile_part(FusedLayer.finish)
         self._end = compile_part(FusedDrafter.end)
+        self._memory: list[Tensor] = []  # [N] of each parameter here, the masters' own; empty before they first lend it
+        self._split = False
 
     def rotary(self, positions_BX: Tensor) -> Rotary:
         return rotary_table(positions_BX, self.shape.head_dim, self.shape.rope_theta)
@@ -174,10 +177,39 @@ class FusedDrafter(nn.Module):
         assert not masters, f"no place for {list(masters)}"
 
     @torch.no_grad()
-    def take_weights(self, drafter: Drafter) -> None:
-        """Round the masters' values into this module's dtype."""
-        shares = list(self.shares(drafter))
-        torch._foreach_copy_([share.of(share.packed) for share in shares], [share.master.detach() for share in shares])
+    def borrow(self, drafter: Drafter) -> None:
+        """Have the masters' present values here, until `give_back`, in the masters' own memory.
+
+        In the masters' dtype the two are one. bf16 of float32 masters is their upper halves, see model.halves: until it is
+        given back, what stands in `drafter` is no number. No bit of it is lost.
+        """
+        if not self._memory:
+            self._move_in(drafter)
+        if not self._split and self.norm.weight.dtype != drafter.norm.weight.dtype:
+            for memory_N in self._memory:
+                split_(memory_N)
+            self._split = True
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """The masters are whole again, and nothing here may be computed with before it borrows again."""
+        if self._split:
+            for memory_N in self._memory:
+                join_(memory_N)
+            self._split = False
+
+    def _move_in(self, drafter: Drafter) -> None:
+        """Put masters that are packed here into one piece of memory, and this module's parameters on it."""
+        shares, weights = list(self.shares(drafter)), {}
+        for name, packed in self.named_parameters():
+            mine = [share for share in shares if share.packed is packed]
+            wide = torch.cat([share.master.detach() for share in mine])
+            for share in mine:
+                share.master.data = share.of(wide)
+            memory_N = wide.flatten()
+            self._memory.append(memory_N)
+            weights[name] = (memory_N if packed.dtype == wide.dtype else upper(memory_N)).view_as(packed)
+        self.load_state_dict(weights, assign=True)
 
     @torch.no_grad()
     def give_gradients(self, drafter: Drafter) -> None:
@@ -204,10 +236,7 @@ def without_anchor_slot(x_BQX: Tensor, block_size: int) -> Tensor:
     return x_BQX.unflatten(1, (-1, block_size))[:, :, 1:].flatten(1, 2)
 
 
-def fused_copy(drafter: Drafter, attention: Attention, *, dtype: torch.dtype, compile_part: CompilePart) -> FusedDrafter:
-    """A FusedDrafter on `drafter`'s device with its weights in `dtype`."""
+def fused_twin(drafter: Drafter, attention: Attention, *, dtype: torch.dtype, compile_part: CompilePart) -> FusedDrafter:
+    """A FusedDrafter of `drafter`'s shape in `dtype`, without memory of its own: it has none before it borrows."""
     with torch.device("meta"):
-        fused = FusedDrafter(drafter.shape, attention, compile_part=compile_part).to(dtype)
-    fused.to_empty(device=drafter.norm.weight.device)
-    fused.take_weights(drafter)
-    return fused
+        return FusedDrafter(drafter.shape, attention, compile_part=compile_part).to(dtype)

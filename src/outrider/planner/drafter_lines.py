@@ -34,8 +34,13 @@ def _weights(job: Job) -> Iterator[Line]:
                    count=2)
     else:
         yield line("optimizer: both moments", {job.shard_name: share}, "float32", at.LOAD, at.LAST, count=2)
-    if job.road != "dense":
+    if job.road != "dense" and job.sharded:
         yield line("drafter: compute copy", {"P": job.parameters}, job.compute, at.LOAD, at.LAST)
+    if job.lends:  # one packed matrix at a time, when they are lent and when they come back
+        d = job.drafter
+        largest = d.hidden_size * max(2 * d.intermediate_size, len(d.target_layer_ids) * d.hidden_size)
+        for phase in (at.LAYOUT, at.BACK_CONTEXT):
+            yield line("masters: room to rearrange one matrix", {"elements": largest}, "float32", phase, phase)
 
 
 def _layout(job: Job) -> Iterator[Line]:
@@ -185,7 +190,7 @@ def _gradients(job: Job) -> Iterator[Line]:
     """Gradients of the weights, born layer by layer in the backward."""
     d = job.drafter
     D, HC, GC = d.hidden_size, d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
-    born_late = job.road != "dense"  # the masters' own gradients are made from the compute copy's at the end
+    born_late = job.road != "dense"  # the masters' own gradients are made from the compute weights' at the end
     dtype, last = (job.compute, at.BACK_CONTEXT) if born_late else ("float32", at.UPDATE)
     standing = job.accumulation > 1  # from the second micro-batch on
     if born_late or standing:

@@ -91,6 +91,11 @@ class Job:
         return self.activation_budget >= wide / (wide + self.drafter.hidden_size)
 
     @property
+    def lends(self) -> bool:
+        """Whole float32 masters hold the compute weights too, see model.halves."""
+        return self.road != "dense" and self.compute != "float32" and not self.sharded
+
+    @property
     def captured(self) -> int:
         """Target layers that capture runs: up to the last captured one."""
         return self.drafter.target_layer_ids[-1] + 1

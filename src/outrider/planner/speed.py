@@ -15,14 +15,15 @@ from outrider.planner.job import Job
 
 DRAFTER_SHARE, TARGET_SHARE = 610 / 989, 417 / 989  # of a card's stated bf16 rate
 BANDWIDTH_SHARE = 0.85
-UPDATE_BYTES = 4 + 4 + 3 * 8 + 2  # a parameter: norm reads the gradient; the update gradient, master and moments; compute copy
+UPDATE_BYTES = 4 + 4 + 3 * 8  # a parameter: norm reads the gradient; the update gradient, master and moments
+LENT_BYTES, COPIED_BYTES = 2 * 16, 4 + 2  # a parameter: its memory lent to the compute weights and back; rounded into a copy
 LINK_SHARE = 0.7  # of a link, in copies to another card and sums over processes
 
 
 @dataclass(frozen=True)
 class Parts:
     """Milliseconds. `capture`: the target's forward of a micro-batch; `learn`: forward and backward of the drafter on it;
-    `update`: clipping and AdamW, once a step."""
+    `update`: clipping, AdamW and the weights to compute with, once a step."""
 
     capture: float
     learn: float
@@ -41,7 +42,8 @@ def parts(job: Job, gpu: Gpu) -> Parts:
     if job.road != "fused":  # every pair, visible or not, goes through memory some times
         scores = 4 * job.rows * shape.num_heads * (job.queries // job.rows) * (job.keys // job.rows) * shape.num_layers
         learn += 2 * sum(PEAK_OVER_SCORES.values()) * scores / (gpu.bandwidth * BANDWIDTH_SHARE)
-    update = job.shard(job.parameters) * UPDATE_BYTES / (gpu.bandwidth * BANDWIDTH_SHARE)
+    weights = 0 if job.road == "dense" else LENT_BYTES if job.lends else COPIED_BYTES
+    update = (job.shard(job.parameters) * UPDATE_BYTES + job.parameters * weights) / (gpu.bandwidth * BANDWIDTH_SHARE)
     return Parts(1e3 * target / (rate * TARGET_SHARE), 1e3 * learn, 1e3 * update)
 
 

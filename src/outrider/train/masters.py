@@ -29,10 +29,10 @@ class Masters(Protocol):
         """Before each micro-batch's forward; `last` of the step."""
 
     def lend(self, fused: FusedDrafter) -> None:
-        """Round the present values into the compute copies."""
+        """Give the compute weights the present values, rounded."""
 
     def take_gradients(self, fused: FusedDrafter) -> None:
-        """Add the compute copies' gradients of one micro-batch, in float32, and drop them there."""
+        """Add the compute weights' gradients of one micro-batch, in float32, and drop them there."""
 
     def sum_gradients(self) -> None:
         """After the last micro-batch: every `.grad` is the sum over micro-batches and processes."""
@@ -46,18 +46,26 @@ class WholeMasters:
 
     torch's DistributedDataParallel sums what autograd's leaves hold, which are bf16 copies on the fused road; the fp32 sums are
     made behind it, so they are summed here, all at once, after the step's last micro-batch.
+
+    On the fused road the masters' own memory is lent to the compute weights from a step's start to its last backward: a third of
+    what the two would take apart, 3.2 GiB of a drafter of 1.7 B parameters.
     """
 
     def __init__(self, drafter: Drafter, processes: Processes) -> None:
         self.drafter, self.processes = drafter, processes
+        self._last = True
+        self._borrower: FusedDrafter | None = None
 
     def micro_batch(self, *, last: bool) -> None:
-        pass
+        self._last = last
 
     def lend(self, fused: FusedDrafter) -> None:
-        fused.take_weights(self.drafter)
+        self._borrower = fused
+        fused.borrow(self.drafter)
 
     def take_gradients(self, fused: FusedDrafter) -> None:
+        if self._last:  # before the gradients in float32 are born: it takes room to work
+            fused.give_back()
         fused.give_gradients(self.drafter)
 
     def sum_gradients(self) -> None:
@@ -66,6 +74,8 @@ class WholeMasters:
         self.processes.sum(cast(list[Tensor], gradients))
 
     def rest(self) -> None:
+        if self._borrower is not None:
+            self._borrower.give_back()
         self.drafter.zero_grad(set_to_none=True)
 
 
@@ -93,6 +103,8 @@ class ShardedMasters:
 
     @torch.no_grad()
     def lend(self, fused: FusedDrafter) -> None:
+        if fused.norm.weight.is_meta:
+            fused.to_empty(device=self.drafter.norm.weight.device)
         for share in fused.shares(self.drafter):
             share.of(share.packed).copy_(whole(share.master.detach().to(share.packed.dtype)))
 

@@ -76,6 +76,6 @@ def _held(run: Run) -> Mapping[str, Iterable[Tensor]]:
         "optimizer: scales of the moments": moments(".scale"),
         "gradients of the masters": [parameter.grad for parameter in masters if parameter.grad is not None],
     }
-    if isinstance(run.road, FusedRoad):
+    if isinstance(run.road, FusedRoad) and run.forecast is not None and run.forecast.job.sharded:  # else the masters' own memory
         held["drafter: compute copy"] = list(run.road.fused.parameters())
     return {name: tensors for name, tensors in held.items() if tensors}

@@ -16,7 +16,7 @@ from outrider.layout.mask import dense_mask
 from outrider.model import tripwire
 from outrider.model.drafter import Drafter
 from outrider.model.fused_attention import attention_for
-from outrider.model.fused_drafter import fused_copy
+from outrider.model.fused_drafter import fused_twin
 from outrider.progress import say
 from outrider.records import DraftBlocks, TokenRows
 from outrider.train.masters import Masters
@@ -62,7 +62,7 @@ class DenseRoad:
 
 
 class FusedRoad:
-    """Compute copies of the weights in `dtype`, packed and compiled; the drafter keeps fp32 masters and their gradients.
+    """The weights in `dtype`, packed and compiled, lent by the fp32 masters, which the drafter keeps with their gradients.
 
     Shapes are fixed by the first call; another shape is a second compilation. Installs the tripwire for the whole process.
     `activation_budget`: share of the activations that may be kept for the backward, 1.0 for all that saves a product.
@@ -72,7 +72,7 @@ class FusedRoad:
         tripwire.install()
         device = drafter.norm.weight.device
         self.drafter, self.dtype = drafter, dtype
-        self.fused = fused_copy(
+        self.fused = fused_twin(
             drafter, attention_for(device, head_dim=drafter.shape.head_dim), dtype=dtype,
             compile_part=partial(torch.compile, fullgraph=True, dynamic=False),
         )
