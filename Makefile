@@ -31,7 +31,7 @@ $(ENGINES)/.installed:
 
 test-engines: $(VENV)/.installed
 	@$(MAKE) --no-print-directory $(ENGINES)/.installed || echo "vLLM's CPU build cannot be installed here: its tests are skipped" >&2
-	OUTRIDER_ENGINES=$$(test -e $(ENGINES)/.installed && echo $(abspath $(ENGINES))/bin/python) $(BIN)/python -m pytest -rs tests/weights/test_vllm.py
+	OUTRIDER_ENGINES=$$(test -e $(ENGINES)/.installed && echo $(abspath $(ENGINES))/bin/python) $(BIN)/python -m pytest -rs tests/weights/test_vllm.py tests/features/test_vllm_features.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -48,6 +48,10 @@ class FeaturesConfig(Section):
     features after the first epoch; `store`: the folder on disk, `features` in the run's folder when left out; `keep_dtype`: there
     in the target's dtype or in 8 bits. `kernel_cache`: a folder on a local disk for a GPU's compiled kernels, one of the user's
     under the temporary folder when left out. `require_fast_kernels`: no run where a layer's reference code would stand in.
+    `server`: features come from a running vLLM server at this address instead, one document a request, `server_requests` at a
+    time, through files in `server_folder` (that folder as seen from here, when it is not at the path that the server names).
+    `server_check`: at the start "all" loads the target on the CPU once, up to the last captured layer, and rebuilds its logits
+    from every layer's features; "first" up to the first captured layer alone, where memory does not allow more.
     """
 
     documents: Literal["apart", "packed"] = "apart"
@@ -57,6 +61,10 @@ class FeaturesConfig(Section):
     keep_dtype: Literal["target", "fp8"] = "target"
     kernel_cache: Place | None = None
     require_fast_kernels: bool = False
+    server: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
+    server_folder: Place | None = None
+    server_requests: Positive = 8
+    server_check: Literal["all", "first"] = "all"
 
 
 class DrafterConfig(Section):

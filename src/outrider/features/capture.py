@@ -175,13 +175,16 @@ class FeatureSource:
 
     With `keep` each row's features stay (in host memory, or wherever a `Kept` puts them) after its first pass: the target runs
     once over the data instead of once an epoch. Rows never change, so what is kept in the target's dtype equals a fresh capture
-    bit for bit. `run` captures in another way than `capture`.
+    bit for bit. `run` captures in another way than `capture`; `elsewhere`: in another process, giving features on the CPU.
     """
 
     def __init__(
-        self, target: Target, layer_ids: Sequence[int], *, keep: Literal["no", "memory"] | Kept, run: CaptureRows | None = None
+        self, target: Target, layer_ids: Sequence[int], *, keep: Literal["no", "memory"] | Kept, run: CaptureRows | None = None,
+        elsewhere: bool = False,
     ) -> None:
         self.target, self.layer_ids = target, layer_ids
+        self.elsewhere = elsewhere
+        self.device = torch.device("cpu") if elsewhere else target.device
         self.run = run or (lambda rows: capture(target, rows, layer_ids))
         self._kept: Kept | None = None if keep == "no" else InMemory() if keep == "memory" else keep
 

@@ -14,11 +14,12 @@ from outrider.features.capture import CaptureRows, FeatureSource, Kept, capture
 from outrider.features.eight_bit import in_8_bits
 from outrider.features.guards import open_kernel_cache
 from outrider.features.packed import PackedCapture
+from outrider.features.served import ServedCapture, Service
 from outrider.features.startcheck import check_capture, check_delta_kernel
 from outrider.features.store import FeatureStore, StoreInfo
 from outrider.features.target import Target, load_target
 from outrider.progress import say
-from outrider.records import TokenRows
+from outrider.records import Features, TokenRows
 
 REFERENCE = "the reference, slow"
 
@@ -42,6 +43,40 @@ class Provenance:
     rows: str
     num_rows: int
     folder: Path
+
+
+def open_served(
+    order: Order, settings: FeaturesConfig, first_row: TokenRows, provenance: Provenance, *, timeout_s: float, checks: bool
+) -> FeatureSource:
+    """Features from the running server of `features.server`; of the target only its ends are loaded, on the order's device.
+
+    With `checks` the server's features of `first_row` must rebuild the target's logits as a local capture's must, by the target
+    loaded on the CPU for it (see `features.server_check`). Raises UserError.
+    """
+    assert settings.server is not None
+    if (settings.documents, settings.precision) != ("apart", "as_loaded"):
+        raise UserError("features.server: the server decides how it runs: leave features.documents and features.precision out")
+    ends = load_target(order.path, dtype=order.dtype, device=order.device, last_layer=-1, head=True)
+    url = settings.server.rstrip("/").removesuffix("/v1")
+    service = Service(url, settings.server_folder, settings.server_requests, timeout_s, order.layer_ids, ends.facts.hidden_size,
+                      ends.dtype, pinned=ends.device.type == "cuda")
+    run = ServedCapture(service)
+    say(f"capture: by {service.url} ({run.model}), {service.requests} documents at a time")
+    if checks:
+        ids = order.layer_ids if settings.server_check == "all" else order.layer_ids[:1]
+        say(f"checking its layers {', '.join(map(str, ids))} against the target on the CPU")
+        checked = load_target(order.path, dtype=order.dtype, device="cpu", last_layer=ids[-1], head=True)
+        width = len(ids) * ends.facts.hidden_size
+        try:
+            check_capture(checked, lambda rows: Features(run(rows).values_BSF[..., :width]), first_row, ids)
+        except UserError as error:
+            said = str(error).partition("): ")[0]  # without the way out, which is that of a local capture
+            raise UserError(f"features.server = '{settings.server}': {said}): does it serve this target? It must be started with "
+                            f"{service.start_options}") from error
+    keep: str | Kept = settings.keep
+    if settings.keep == "disk":
+        keep = _store(ends, order, settings, first_row.input_ids_BS.shape[1], provenance)
+    return FeatureSource(ends, order.layer_ids, keep=keep, run=run, elsewhere=True)  # type: ignore[arg-type]
 
 
 def open_source(order: Order, settings: FeaturesConfig, first_row: TokenRows, provenance: Provenance) -> FeatureSource:
@@ -96,9 +131,10 @@ def say_kernels(layer_kinds: Sequence[str], settings: FeaturesConfig, device: to
 
 def _store(target: Target, order: Order, settings: FeaturesConfig, row_length: int, provenance: Provenance) -> FeatureStore:
     dtype = "fp8" if settings.keep_dtype == "fp8" else str(target.dtype).removeprefix("torch.")
+    way = settings.documents if settings.server is None else "served"
     store = FeatureStore(settings.store or provenance.folder, StoreInfo(
-        target=provenance.target, rows=provenance.rows, precision=f"{settings.precision}, {order.dtype}, {settings.documents}",
-        dtype=dtype, layer_ids=order.layer_ids, hidden_size=target.facts.hidden_size, row_length=row_length,
+        target=provenance.target, rows=provenance.rows, precision=f"{settings.precision}, {order.dtype}, {way}", dtype=dtype,
+        layer_ids=order.layer_ids, hidden_size=target.facts.hidden_size, row_length=row_length,
         num_rows=provenance.num_rows,
     ))
     say(f"feature store: {store.folder}, {provenance.num_rows} rows of {store.info.row_bytes / 2**20:.1f} MiB, "

@@ -72,7 +72,7 @@ def foresee(resolved: Resolved, devices: Devices, card_of: CardOf, *, row_length
     for device in devices.capture:
         if capture_card := card_of(device):
             _check(job, capturer(job), capture_card)
-    ledger = learner(job) if devices.capture else colocated(job)
+    ledger = learner(job) if job.prefetch else colocated(job)
     _check(job, ledger, card)
     say(f"memory: predicted {ledger.peak_bytes / GIB:.2f} GiB at the peak of {card.allowed_bytes / GIB:.1f} on {card.name}, "
         f"{sum(line.bytes for line in host(job)) / GIB:.2f} on the host for checkpoints")
@@ -81,10 +81,10 @@ def foresee(resolved: Resolved, devices: Devices, card_of: CardOf, *, row_length
 
 def _share_of(resolved: Resolved, devices: Devices, *, row_length: int, replicas: int) -> Job:
     """What one of `replicas` processes has of the job: its share of a step's micro-batches, its part of sharded masters."""
-    placement = resolved.config.placement
+    placement, elsewhere = resolved.config.placement, resolved.config.features.server is not None
     job = job_from(resolved.config, resolved.shape, row_length=row_length, suppositions=())
     return replace(job, replicas=replicas, sharded=replicas > 1 and placement.sharding == "fsdp2",
-                   accumulation=-(-job.accumulation // replicas), prefetch=bool(devices.capture))
+                   accumulation=-(-job.accumulation // replicas), prefetch=elsewhere or bool(devices.capture))
 
 
 def _check(job: Job, ledger: DeviceLedger, card: Card) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from outrider.config import PlacementConfig, RunConfig
-from outrider.errors import UserError
+from outrider.errors import RunFailure, UserError
 from outrider.features.capture import FeatureSource
 from outrider.records import Features, TokenRows
 from outrider.train.lanes import Job, Lane, OwnLane, Stamp, Trace, moment, side_lane
@@ -159,7 +159,7 @@ class Relay:
         self._present = parcel
         with self._first_cause(parcel):
             parcel.job.follow(self.timeout_s)
-            values = parcel.job.value()
+            values = parcel.job.value().to(self.learn, non_blocking=True)  # nothing to do but for what was captured elsewhere
         self._since = self.trace.begin(self.learn) if self.trace else None
         return Features(values)
 
@@ -179,7 +179,7 @@ class Relay:
         """Features of `rows` (on the CPU) out of turn, on the caller's own queue."""
         self.settle()
         source = self.sources[0]
-        return source.features(rows, source.target.device).to(self.learn)
+        return source.features(rows, source.device).to(self.learn)
 
     def settle(self) -> None:
         """Until no target is at work, so that the caller may run one."""
@@ -199,7 +199,7 @@ class Relay:
         after = [self._read.pop(lane.name)] if lane.name in self._read else []
         jobs: list[Job] = []
         with self.turns.turn(jobs):
-            jobs.append(lane.launch("capture", lambda: source.features(rows, source.target.device).values_BSF, after))
+            jobs.append(lane.launch("capture", lambda: source.features(rows, source.device).values_BSF, after))
         self._coming.append(Parcel(rows, lane, {lane.name: jobs[0]}))
         self._launched += 1
 
@@ -224,17 +224,19 @@ class Relay:
             raise RuntimeError(f"{which} did not come within placement.timeout_s = {self.timeout_s} s: still at work: "
                                f"{' and then '.join(late)}") from error
         except RuntimeError as error:
-            raise RuntimeError(f"{error} ({which}, by {' and then '.join(parcel.jobs)})") from error
+            kind = RunFailure if isinstance(error, RunFailure) else RuntimeError
+            raise kind(f"{error} ({which}, by {' and then '.join(parcel.jobs)})") from error
 
 
 def open_relay(
     sources: Sequence[FeatureSource], devices: Devices, settings: PlacementConfig, *, meeting: str, trace: Trace | None
 ) -> Relay:
-    """The relay of a process: targets on cards of their own run ahead on lanes of their own, else in turn with the drafter."""
+    """The relay of a process: targets on cards of their own, or in other processes, run ahead on lanes of their own, else in turn
+    with the drafter."""
     lanes: list[Lane] = [OwnLane("learn", devices.learn, trace)]
     crossing: Lane | None = None
-    if devices.capture:
-        lanes = [side_lane(f"capture {number}", source.target.device, trace) for number, source in enumerate(sources)]
+    if devices.capture or any(source.elsewhere for source in sources):
+        lanes = [side_lane(f"capture {number}", source.device, trace) for number, source in enumerate(sources)]
         crossing = side_lane("copy", devices.learn, trace) if devices.all != [devices.learn] else None
     return Relay(sources, lanes, crossing, learn=devices.learn, turns=open_turns(settings, meeting), timeout_s=settings.timeout_s,
                  trace=trace)

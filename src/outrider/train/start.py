@@ -16,7 +16,7 @@ from outrider.data.rows import PreparedRows, load_rows, read_info
 from outrider.errors import UserError
 from outrider.features.capture import FeatureSource
 from outrider.features.facts import read_facts
-from outrider.features.source import Order, Provenance, open_source
+from outrider.features.source import Order, Provenance, open_served, open_source
 from outrider.features.target import (
     Ends,
     embedding_scale,
@@ -52,7 +52,8 @@ RESOLVED_NAME = "resolved.toml"
 FEATURES_NAME = "features"
 FREE_TO_CHANGE = {"train.folder", "train.log_every", "train.tracker", "train.max_hours", "train.accept_every",
                   "train.accept_prompts", "train.accept_tokens", "train.trace_steps", "features.kernel_cache",
-                  "features.require_fast_kernels"}
+                  "features.require_fast_kernels", "features.server", "features.server_folder", "features.server_requests",
+                  "features.server_check"}
 FREE_SECTIONS = {"checkpoint", "guards", "placement"}
 
 
@@ -123,7 +124,10 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     begun = None if checkpoint is not None else _begin(resolved, initial, inputs["target.path"])
     provenance = Provenance(inputs["target.path"], inputs["data.rows"], len(rows), settings.folder / FEATURES_NAME)
     answers = config.data.heldout is not None and processes.leads
-    sources, ends = _open_sources(resolved, devices, provenance, rows.batch([0]), answers=answers)
+    if config.features.server is not None:
+        sources, ends = _open_server(resolved, devices, provenance, rows.batch([0]), checks=processes.leads)
+    else:
+        sources, ends = _open_sources(resolved, devices, provenance, rows.batch([0]), answers=answers)
     relay = open_relay(sources, devices, config.placement, meeting=digest(str(settings.folder.resolve()))[:16],
                        trace=Trace(devices.all) if settings.trace_steps else None)
     learner = _build_learner(begun or build_drafter(resolved, ends), resolved, ends, devices.learn, processes)
@@ -168,6 +172,21 @@ def _open_sources(
             sources[-1].target.drop_head()
     ends = sources[0].target.ends if colocated else load_ends(path, dtype=dtype, device=str(devices.learn))
     return sources, ends
+
+
+def _open_server(
+    resolved: Resolved, devices: Devices, provenance: Provenance, first_row: TokenRows, *, checks: bool
+) -> tuple[list[FeatureSource], Ends]:
+    """Features from a server, and the target's ends on the learning device. One process `checks` them for all."""
+    config = resolved.config
+    if devices.capture:
+        raise UserError(f"placement.capture_cards = {len(devices.capture)}: features.server captures elsewhere: set it to 0")
+    if config.data.heldout is not None:
+        raise UserError(f"data.heldout = '{config.data.heldout}': the real accepted length needs a target that is loaded here, "
+                        "and features.server has it elsewhere: leave it out, and use outrider evaluate --engine on an export")
+    order = Order(config.target.path, config.target.dtype, str(devices.learn), resolved.shape.target_layer_ids, None)
+    source = open_served(order, config.features, first_row, provenance, timeout_s=config.placement.timeout_s, checks=checks)
+    return [source], source.target.ends
 
 
 def _begin(resolved: Resolved, initial: OpenInitial | None, target: str) -> Drafter | None:

@@ -3,17 +3,14 @@
 Spelling of requests, answers and counters: vLLM 0.32, SGLang 0.5.23, llama.cpp's server of 2026.
 """
 
-import http.client
-import json
 import re
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from outrider.errors import UserError
+from outrider.features.calls import call, call_json
 from outrider.verify.sampling import DecodeOptions
 
 TIMEOUT_S = 600.0  # of one answer: a long one on a slow machine takes minutes
@@ -69,31 +66,6 @@ def open_engine(name: str, url: str, *, drafts: bool) -> Engine:
     return ENGINES[name](url.rstrip("/").removesuffix("/v1"), drafts)
 
 
-def call(url: str, body: Mapping[str, Any] | None) -> str:
-    """What the server answers to a POST of `body` as JSON, or to a GET. Raises UserError naming the address and the fault."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return str(answer.read().decode("utf-8"))
-    except urllib.error.HTTPError as error:
-        said = error.read().decode("utf-8", errors="replace").strip()[:300]
-        raise UserError(f"{url}: the server refused with status {error.code}: {said or error.reason}") from error
-    except (OSError, http.client.HTTPException) as error:
-        raise UserError(f"{url}: the server cannot be reached or broke off ({error}): check the address") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{url}: the server's answer is not text ({error}): check the address") from error
-
-
-def call_json(url: str, body: Mapping[str, Any] | None) -> Any:
-    """As `call`, parsed."""
-    text = call(url, body)
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{url}: the server's answer is not JSON ({text[:80]!r}): check the address and --engine") from error
-
-
 def take(answer: Any, path: str, kind: type, url: str) -> Any:
     """The value at `path` ("choices.0.token_ids") of a JSON answer. Raises UserError when it is missing or not of `kind`."""
     value = answer
@@ -127,7 +99,8 @@ class Vllm:
     drafts: bool
 
     def __post_init__(self) -> None:
-        self.model = take(call_json(f"{self.url}/v1/models", None), "data.0.id", str, f"{self.url}/v1/models")
+        models = f"{self.url}/v1/models"
+        self.model = take(call_json(models, None, timeout_s=TIMEOUT_S), "data.0.id", str, models)
 
     def answer(self, prompt_ids: Sequence[int], options: DecodeOptions) -> ServerAnswer:
         url = f"{self.url}/v1/completions"
@@ -135,14 +108,14 @@ class Vllm:
                 "temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k, "seed": options.seed,
                 "stop_token_ids": list(options.stop_ids)}
         began = time.perf_counter()
-        found = call_json(url, body)
+        found = call_json(url, body, timeout_s=TIMEOUT_S)
         return ServerAnswer(_token_ids(found, "choices.0.token_ids", url), time.perf_counter() - began)
 
     def counters(self) -> ServerCounts | None:
         if not self.drafts:
             return None
         url, prefix = f"{self.url}/metrics", "vllm:spec_decode_num_"
-        found = read_prometheus(call(url, None))
+        found = read_prometheus(call(url, None, timeout_s=TIMEOUT_S))
         missing = [name for name in ("drafts", "draft_tokens", "accepted_tokens") if f"{prefix}{name}" not in found]
         if missing:
             raise UserError(f"{url}: has no counter {prefix}{missing[0]}: start the server with --speculative-config and "
@@ -170,7 +143,7 @@ class Sglang:
         if options.top_k:
             sampling["top_k"] = options.top_k
         began = time.perf_counter()
-        found = call_json(url, {"input_ids": list(prompt_ids), "sampling_params": sampling})
+        found = call_json(url, {"input_ids": list(prompt_ids), "sampling_params": sampling}, timeout_s=TIMEOUT_S)
         seconds, tokens = time.perf_counter() - began, _token_ids(found, "output_ids", url)
         if not self.drafts:
             return ServerAnswer(tokens, seconds)
@@ -199,7 +172,7 @@ class LlamaCpp:
                 "top_p": options.top_p, "top_k": options.top_k, "seed": options.seed, "min_p": 0.0, "cache_prompt": False,
                 "return_tokens": True, "samplers": ["top_k", "top_p", "temperature"]}
         began = time.perf_counter()
-        found = call_json(url, body)
+        found = call_json(url, body, timeout_s=TIMEOUT_S)
         seconds, tokens = time.perf_counter() - began, _token_ids(found, "tokens", url)
         if not self.drafts:
             return ServerAnswer(tokens, seconds)

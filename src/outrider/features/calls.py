@@ -1,0 +1,41 @@
+"""Takes the address of an HTTP server and what to ask it, gives its answer; knows nothing of what is asked."""
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.errors import UserError
+
+
+class Unreachable(UserError):  # noqa: N818 - a state that may pass
+    """No connection, one that broke off, or a server that says it cannot now (429, 5xx): asking again may help."""
+
+
+def call(url: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> str:
+    """What the server answers to a POST of `body` as JSON, or to a GET. Raises UserError naming the address and the fault."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return str(answer.read().decode("utf-8"))
+    except urllib.error.HTTPError as error:
+        said = error.read().decode("utf-8", errors="replace").strip()[:300]
+        kind = Unreachable if error.code == 429 or error.code >= 500 else UserError
+        raise kind(f"{url}: the server refused with status {error.code}: {said or error.reason}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise Unreachable(f"{url}: the server cannot be reached or broke off ({error}): check the address") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{url}: the server's answer is not text ({error}): check the address") from error
+
+
+def call_json(url: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> Any:
+    """As `call`, parsed."""
+    text = call(url, body, timeout_s=timeout_s)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{url}: the server's answer is not JSON ({text[:80]!r}): check the address and which engine serves "
+                        "there") from error
