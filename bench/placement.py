@@ -42,6 +42,7 @@ from outrider.train.checkpoint import list_checkpoints  # noqa: E402
 from outrider.train.loop import train  # noqa: E402
 from outrider.train.processes import run_processes  # noqa: E402
 
+AFTER = 3  # steps after the traced ones: the last of a run have nothing ahead to capture
 CAPTURE_S, LEARN_S = 0.300, 0.200  # of the doubles: a target slower than its drafter, as the born-from one is
 
 
@@ -65,7 +66,7 @@ class Case:
             "drafter": {"num_layers": 2, "block_size": 4, "mask_token_id": MASK, "target_layer_ids": [1, 2, 4]},
             "layout": {"anchors": 12, "document_floor": 2}, "optimizer": {"learning_rate": 3e-3},
             "placement": {"capture_cards": self.cards, "turns": self.turns},
-            "train": {"folder": str(folder / f"{self.name}-{repeat}"), "steps": steps, "trace_steps": steps,
+            "train": {"folder": str(folder / f"{self.name}-{repeat}"), "steps": steps + AFTER, "trace_steps": steps,
                       "precision": "float32", "accumulation": self.micro_batches, "log_every": 10**6},
         }, where="bench")
 
