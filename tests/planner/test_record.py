@@ -47,8 +47,8 @@ def test_a_record_reads_back_as_it_was_written(born_from: Job, tmp_path: Path) -
 
 @pytest.mark.parametrize(("content", "message"), [
     ("{}", "no out-of-memory record"), ("[1]", "no out-of-memory record"), ("{", "not valid JSON"), ("", "not valid JSON"),
-    ('{"schema": 3, "versions": {"outrider": "9.1"}}', r"schema = 3, written by outrider 9.1: this version reads 2"),
-    ('{"schema": "\\n1", "versions": 3}', "this version reads 2"), ('{"schema": 2}', "damaged out-of-memory record, written:"),
+    ('{"schema": 4, "versions": {"outrider": "9.1"}}', r"schema = 4, written by outrider 9.1: this version reads 3"),
+    ('{"schema": "\\n1", "versions": 3}', "this version reads 3"), ('{"schema": 3}', "damaged out-of-memory record, written:"),
 ])
 def test_what_is_no_record_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "oom.json").write_text(content, encoding="utf-8")

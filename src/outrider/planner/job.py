@@ -19,7 +19,8 @@ class Job:
     """One learner's share of a run: what decides how many bytes each tensor has.
 
     `rows` of `row_length` tokens a micro-batch with `anchors` blocks each. `replicas` learners step together; `sharded`: each
-    holds its part of masters, gradients and moments (FSDP2), else all of them (DDP).
+    holds its part of masters, gradients and moments (FSDP2), else all of them (DDP). `packed`: capture takes whole rows, its
+    layers compiled.
     """
 
     drafter: DrafterShape
@@ -37,6 +38,7 @@ class Job:
     eager_mask: bool
     target_dtype: str
     fp8: bool
+    packed: bool
     kept: bool
     prefetch: bool
     whole_target: bool
@@ -123,6 +125,7 @@ def job_of(
         activation_budget=config.train.activation_budget,
         logits_bytes=config.objective.logits_mib * 2**20, plain_logits="plain-logits" in suppositions,
         eager_mask="eager-mask" in suppositions, target_dtype=config.target.dtype, fp8=config.features.precision == "fp8",
+        packed=config.features.documents == "packed",
         kept=config.features.keep != "no", prefetch=False, whole_target=config.data.heldout is not None,
         replicas=replicas, sharded=sharded,
     )

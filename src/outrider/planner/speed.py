@@ -2,7 +2,8 @@
 
 Times are operations over the rate that the card reaches, and bytes over its bandwidth. What a card reaches of its stated rate:
 an H200 states 989 TFLOP/s and keeps up 643 to 649 in the drafter's largest products under its power limit; the fused drafter
-step reached 610 (219.5 ms for 134 TFLOP), the target's forward with FLA's kernels 417 (926 ms for 386 TFLOP): bench/results.
+step reached 610 (219.5 ms for 134 TFLOP), the target's forward with FLA's kernels 417 (926 ms for 386 TFLOP) document by
+document, 596 packed, and 968 of 1,979 packed in 8 bits (672.7 and 413.9 ms for 401 TFLOP): bench/results.
 Other cards are taken to reach the same shares, a guess until they are measured: a plan's ranking is safer than its times.
 """
 
@@ -13,7 +14,8 @@ from outrider.model.tripwire import PEAK_OVER_SCORES
 from outrider.planner.gpus import Gpu
 from outrider.planner.job import Job
 
-DRAFTER_SHARE, TARGET_SHARE = 610 / 989, 417 / 989  # of a card's stated bf16 rate
+DRAFTER_SHARE, APART_SHARE, PACKED_SHARE = 610 / 989, 417 / 989, 596 / 989  # of a card's stated bf16 rate
+PACKED_FP8_SHARE = 968 / 1979  # of its stated FP8 rate; apart was not measured, and is taken to reach bf16's
 BANDWIDTH_SHARE = 0.85
 UPDATE_BYTES = 4 + 4 + 3 * 8  # a parameter: norm reads the gradient; the update gradient, master and moments
 LENT_BYTES, COPIED_BYTES = 2 * 16, 4 + 2  # a parameter: its memory lent to the compute weights and back; rounded into a copy
@@ -44,7 +46,8 @@ def parts(job: Job, gpu: Gpu) -> Parts:
         learn += 2 * sum(PEAK_OVER_SCORES.values()) * scores / (gpu.bandwidth * BANDWIDTH_SHARE)
     weights = 0 if job.road == "dense" else LENT_BYTES if job.lends else COPIED_BYTES
     update = (job.shard(job.parameters) * UPDATE_BYTES + job.parameters * weights) / (gpu.bandwidth * BANDWIDTH_SHARE)
-    return Parts(1e3 * target / (rate * TARGET_SHARE), 1e3 * learn, 1e3 * update)
+    reached = APART_SHARE if not job.packed else PACKED_FP8_SHARE if job.fp8 and gpu.fp8 else PACKED_SHARE
+    return Parts(1e3 * target / (rate * reached), 1e3 * learn, 1e3 * update)
 
 
 def sum_ms(job: Job, gpu: Gpu) -> float:

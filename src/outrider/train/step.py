@@ -156,6 +156,7 @@ def clip_and_update(learner: Learner, clip_norm: float) -> Tensor:
         bad = [n for n, p in drafter.named_parameters() if p.grad is not None and not torch.isfinite(whole(p.grad)).all()]
         raise FloatingPointError(f"the gradient of {next(iter(bad), 'all parameters together')} is not finite: lower "
                                  "optimizer.learning_rate; no checkpoint holds it")
-    torch.nn.utils.clip_grads_with_norm_(drafter.parameters(), clip_norm, norm)
+    if norm > clip_norm - 1e-6:  # clip_grads_with_norm_ adds 1e-6 to it; below, it would read and write every gradient to no end
+        torch.nn.utils.clip_grads_with_norm_(drafter.parameters(), clip_norm, norm)
     learner.optimizer.step()
     return norm

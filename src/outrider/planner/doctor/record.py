@@ -32,7 +32,7 @@ from outrider.planner.job import Job
 from outrider.planner.ledger import DeviceLedger
 from outrider.planner.lines import Line, Role
 
-SCHEMA = 2
+SCHEMA = 3
 FRAMES_KEPT = 60
 PHASES = ("load", "capture", "forward", "backward", "optimizer", "check")
 
