@@ -3,12 +3,11 @@
 import io
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from verbs import call, refusal, result
 
 from outrider import cli
 
@@ -38,36 +37,6 @@ accept_tokens = 8
 [checkpoint]
 every = 2
 """
-
-
-def call(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Run the command line in this process: exit code, stdout, stderr."""
-    before, sys.argv = sys.argv, ["outrider", *map(str, words)]
-    try:
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-    finally:
-        sys.argv = before
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
-
-
-def result(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    """The JSON object on the last line of stdout of a command that succeeds."""
-    code, out, err = call(capsys, *words, "--json")
-    assert code == 0, err
-    return dict(json.loads(out.splitlines()[-1]))
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """The one sentence of a command that refuses: exit code 2, no traceback, nothing on stdout."""
-    code, out, err = call(capsys, *words)
-    assert code == 2, (code, err)
-    assert "Traceback" not in err
-    assert out == ""
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, err
-    return errors[0]
 
 
 @pytest.fixture(scope="module")

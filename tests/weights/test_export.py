@@ -23,8 +23,7 @@ from outrider.records import FULL, SLIDING, DrafterShape
 from outrider.train.checkpoint import Position
 from outrider.weights import export as export_module
 from outrider.weights.card import CARD_NAME
-from outrider.weights.export import scale_of_embedding
-from outrider.weights.opening import open_drafter
+from outrider.weights.opening import open_drafter, scale_of_embedding
 from outrider.weights.serve import serve_commands
 
 ToyFolder = Callable[..., Path]

@@ -370,9 +370,10 @@ def demo(
 
 def _load_pair(target: str, drafter: Path, dtype: str, device: str) -> Any:
     from outrider.features.target import load_target
-    from outrider.weights.opening import open_drafter
+    from outrider.weights.opening import check_scale, open_drafter
 
     opened = open_drafter(drafter, dtype=_dtype(dtype), device=_device(device))  # the small one first: its errors come at once
+    check_scale(drafter, target)
     return load_target(target, dtype=dtype, device=device, last_layer=None, head=True), opened
 
 

@@ -30,12 +30,18 @@ def train_here(run: Path, settings: Sequence[str]) -> dict[str, Any]:
 def initial_drafter(config: Any) -> Any:
     """What opens the drafter that a fresh run begins from, or None when the run begins from scratch."""
     from outrider.train.initial import Initial
-    from outrider.weights.opening import open_drafter, read_target_digest
+    from outrider.weights.opening import check_scale, open_drafter, read_target_digest
 
     path = config.train.init_from
     if path is None:
         return None
-    return lambda: Initial(open_drafter(path, dtype="float32", device="cpu"), read_target_digest(path))
+
+    def open_it() -> Initial:
+        drafter = open_drafter(path, dtype="float32", device="cpu")
+        check_scale(path, config.target.path)
+        return Initial(drafter, read_target_digest(path))
+
+    return open_it
 
 
 def acceptance_check(config: Any) -> Any:

@@ -4,13 +4,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from outrider.errors import UserError
 from outrider.features.facts import NO_CODE, read_facts
-from outrider.features.target import DTYPES, embedding_scale, load_target, load_tokenizer
+from outrider.features.target import DTYPES, load_target, load_tokenizer
 from outrider.files import atomic_folder, write_json
 from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, to_config
@@ -19,7 +18,7 @@ from outrider.verify.decode import check_fit
 from outrider.weights.card import CARD_NAME, model_card
 from outrider.weights.gguf import GGUF_NAME, check_gguf, write_gguf
 from outrider.weights.golden import GOLDEN_NAME, golden_draft, write_golden
-from outrider.weights.opening import find_drafter, open_drafter
+from outrider.weights.opening import find_drafter, open_drafter, scale_of_embedding
 from outrider.weights.selfcheck import check_gguf_file, rounded, selfcheck
 from outrider.weights.serve import serve_commands
 from outrider.weights.speculators import to_speculators
@@ -108,10 +107,3 @@ def check_out(out: Path) -> None:
     foreign = sorted(p.name for p in out.iterdir() if p.name not in FILES) if out.exists() else []
     if foreign:
         raise UserError(f"{out}: holds other files ('{foreign[0]}'), which an export would replace: name a new folder")
-
-
-def scale_of_embedding(target: str) -> float:
-    """`embedding_scale` of a target by its config alone: no weights are loaded. Raises UserError."""
-    with torch.device("meta"):
-        embedding = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target, **NO_CODE)).get_input_embeddings()
-    return embedding_scale(embedding, where=target)

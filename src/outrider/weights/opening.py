@@ -6,9 +6,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import UserError
-from outrider.features.target import DTYPES, target_digest
+from outrider.features.facts import NO_CODE
+from outrider.features.target import DTYPES, embedding_scale, target_digest
 from outrider.files import read_json
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
@@ -50,6 +52,26 @@ def read_target_digest(path: Path) -> str | None:
     config = read_json(folder / CONFIG_NAME, what="the drafter's config")
     verifier = config["speculators_config"]["verifier"]["name_or_path"] if is_speculators(config) else None
     return target_digest(verifier) if verifier is not None and Path(verifier).expanduser().is_dir() else None
+
+
+def check_scale(path: Path, target: str) -> None:
+    """Raises UserError when the drafter at `path` says that its target's embedding is scaled otherwise than `target`'s is.
+
+    Where it says nothing (z-lab's earlier folders, speculators), the target's own embedding is taken as it is.
+    """
+    folder = find_drafter(path)
+    config_path = (folder / DRAFTER_FOLDER if (folder / STATE_NAME).is_file() else folder) / CONFIG_NAME
+    said = read_json(config_path, what="the drafter's config").get("dflash_config", {}).get("input_embedding_scale")
+    if said is not None and said != (scale := scale_of_embedding(target)):
+        raise UserError(f"{config_path}: dflash_config.input_embedding_scale = {said!r}: the target {target} scales its "
+                        f"embedding by {scale:g}: use the target that the drafter was trained for")
+
+
+def scale_of_embedding(target: str) -> float:
+    """`embedding_scale` of a target by its config alone: no weights are loaded. Raises UserError."""
+    with torch.device("meta"):
+        embedding = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target, **NO_CODE)).get_input_embeddings()
+    return embedding_scale(embedding, where=target)
 
 
 def find_drafter(path: Path) -> Path:
