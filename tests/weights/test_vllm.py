@@ -11,6 +11,7 @@ from engine_cases import BLOCK, LIMIT, PROMPTS, Pairing, greedy, make_pairing
 from outrider import cli
 from outrider.data.prompts import read_prompts
 from outrider.features.target import load_tokenizer
+from outrider.model.drafter import Drafter
 from outrider.model.published import to_config
 from outrider.verify.decode import speculate, target_alone
 from outrider.verify.sampling import DecodeOptions
@@ -40,6 +41,25 @@ def test_same_text_and_counts(tmp_path: Path, pairing: Pairing, name: str, form:
         assert run == vllm_runs.expected(ours, limit=LIMIT, drafts=BLOCK - 1)
         assert run.tokens == target_alone(pairing.target, prompt, greedy(LIMIT)).tokens
     assert 0 < found[0].accepted < found[0].drafted, "drafts that are all right or all wrong compare nothing"
+
+
+def test_the_known_fault_of_the_cpu_build_is_still_the_only_one(tmp_path: Path, pairing: Pairing) -> None:
+    """With norms of the second layer's keys far from the first's: counts as our decoder's with that fault, not without."""
+    trained = pairing.drafter("full")
+    drafter = Drafter(trained.shape, trained.layers[0].self_attn.attention)
+    drafter.load_state_dict(trained.state_dict())
+    drafter.requires_grad_(False)
+    drafter.layers[1].self_attn.k_norm.weight.mul_(-1.5)
+    drafter.layers[1].self_attn.q_norm.weight.mul_(-1 / 1.5)  # together they change nothing, unless another norm is taken
+    write_published(tmp_path, drafter, to_config(drafter.shape, embedding_scale=1.0, softcap=None, dtype="float32"))
+    (found,) = vllm_runs.draft(PYTHON, pairing.folder, tmp_path, PROMPTS[:1], drafts=BLOCK - 1, limits=[LIMIT])
+    same, right, wrong = (
+        vllm_runs.expected(way(pairing.target, one, PROMPTS[0], greedy(LIMIT + BLOCK)), limit=LIMIT, drafts=BLOCK - 1)
+        for way, one in ((speculate, trained), (speculate, drafter), (vllm_runs.speculate_with_its_fault, drafter)))
+    assert found == wrong
+    assert found.tokens == right.tokens
+    assert right == same
+    assert right.accepted != wrong.accepted
 
 
 def test_evaluate_measures_a_running_server(tmp_path: Path, pairing: Pairing) -> None:

