@@ -239,7 +239,7 @@ def test_what_is_no_device_memory_gets_no_settings_of_the_ledger(name: str, born
     assert (found.remedies, found.matches) == ((), ())
 
 
-@pytest.mark.parametrize("path", sorted(LOGS.glob("*.log")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(LOGS.parent.glob("*logs/*.log")), ids=lambda path: path.stem)
 def test_every_log_is_explained_with_and_without_a_run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run in (None, BORN_FROM):
         result = cli.doctor(record=None, log=path, run=run, settings=HERE, row_length=None)

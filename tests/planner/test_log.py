@@ -10,7 +10,7 @@ from outrider.errors import UserError
 from outrider.planner.doctor.causes import NO_MEMORY, NOT_STATED, find_causes
 from outrider.planner.doctor.log import read_log, read_text
 
-LOGS = Path(__file__).parent / "logs"
+LOGS, FRESH_LOGS = (Path(__file__).parent / name for name in ("logs", "fresh_logs"))
 EXPECTED = {
     "attention-backward-dense": "unfused attention", "attention-forward-dense": "unfused attention",
     "attention-target-eager": "unfused attention", "attention-recompile-limit": "unfused attention",
@@ -30,46 +30,73 @@ EXPECTED = {
     "cublas-handle": NOT_STATED, "illegal-access-look-alike": NO_MEMORY, "unrelated": NO_MEMORY,
     "only-the-last-lines": NOT_STATED,
 }
+# Written after the rules, from how such logs look elsewhere: at first sight 11 of 23, then 13 of 17, then 12 of 13 were right
+# (bench/results/doctor.md), and the rules were mended after each round
+FRESH = {
+    "rich-box-optimizer": "optimizer birth", "notebook-cross-entropy": "logits", "ray-eager-attention": "unfused attention",
+    "timestamps-fragmented": "fragmentation", "nccl-enqueue-warn": "NCCL", "nccl-last-error": "NCCL",
+    "ray-node-low-on-memory": "host memory", "ray-potential-causes": NOT_STATED, "fla-chunk-shared-memory": "shared memory",
+    "foreach-temporaries": "too large", "zero-bucket": "too large", "driver-error": NOT_STATED,
+    "loader-worker-killed": NOT_STATED, "kubernetes": "host memory", "earlyoom": "host memory", "leak-in-another-meter": "leak",
+    "two-processes-none-mine": "another process", "accelerator-error": NOT_STATED, "kl-log-softmax": "logits",
+    "flex-mask-vmap": "block mask", "dispatch-weights": "weights", "fsdp-unshard": "too large",
+    "oom-word-in-settings": NO_MEMORY, "two-prefixes": "too large", "nccl-and-cublas": "NCCL",
+    "graphed-callables": "private pools", "worker-prefix-zero-mine": "too large", "overflowed-mine": "weights",
+    "restore-cached-wording": "checkpoint load", "persistent-load": "checkpoint load", "quantised-to": "weights",
+    "peak-meter-only": "too large", "aot-eager-carets": "unfused attention", "progress-bar-leak": "leak",
+    "output-float": "logits", "slurm-events": "host memory", "cpu-not-enough": "host memory", "tensor-memory": "shared memory",
+    "reducer-buckets": "gradient birth", "cache-grows": "target's forward", "recompute-eager-scores": "unfused attention",
+    "compiled-kernel": "too large", "chunked-loss-other-name": "logits", "bnb-adam": "optimizer birth",
+    "jupyter-kernel-died": NO_MEMORY, "mps-watch": NOT_STATED, "expandable-driver": NOT_STATED,
+    "stale-python-process": "another process", "cgroup-v2-events": "host memory", "shm-bus-error": "host memory",
+    "handled-then-other-error": NOT_STATED, "fragmented-expandable-hint": "fragmentation",
+    "foreign-with-logits-frame": "another process",
+}
+ALL = {LOGS / f"{name}.log": cause for name, cause in EXPECTED.items()} | {
+    FRESH_LOGS / f"{name}.log": cause for name, cause in FRESH.items()}
+each_log = pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 
 
 def test_every_log_has_an_expectation() -> None:
-    assert {path.stem for path in LOGS.glob("*.log")} == EXPECTED.keys()
+    assert {*LOGS.glob("*.log"), *FRESH_LOGS.glob("*.log")} == ALL.keys()
     assert len(EXPECTED) >= 30
+    assert len(FRESH) >= 10
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_the_first_cause(name: str) -> None:
-    assert find_causes(read_log(LOGS / f"{name}.log"))[0].name == EXPECTED[name]
+@each_log
+def test_the_first_cause(path: Path) -> None:
+    assert find_causes(read_log(path))[0].name == ALL[path]
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_no_rule_keys_on_a_number_or_a_path(name: str) -> None:
+@each_log
+def test_no_rule_keys_on_a_number_or_a_path(path: Path) -> None:
     """All sizes scaled alike, all line numbers, pids and folders other: the same cause."""
-    chance = random.Random(name)
+    chance = random.Random(path.stem)
     factor = chance.uniform(0.8, 1.25)
-    text = (LOGS / f"{name}.log").read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
     text = re.sub(r"(\d+\.\d\d) (?=[GM]iB)", lambda m: f"{float(m[1]) * factor:.2f} ", text)
     text = re.sub(r", line \d+, in", lambda m: f", line {chance.randrange(9999)}, in", text)
     text = re.sub(r"(?<=Process )\d+(?= has)|(?<=pid: )\d+", lambda m: str(chance.randrange(1, 99999)), text)
     text = text.replace("/opt/venv/lib/python3.12", "/usr/local/lib/python3.13")
     noise = "INFO: data loader ready\nwandb: run synced\n"
-    assert find_causes(read_text(noise + text + noise))[0].name == EXPECTED[name]
+    assert find_causes(read_text(noise + text + noise))[0].name == ALL[path]
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_every_size_in_a_sentence_is_stated_in_the_log(name: str) -> None:
+@each_log
+def test_every_size_in_a_sentence_is_stated_in_the_log(path: Path) -> None:
     """But for sums of sizes that are (other processes, reserved less allocated) and a leak's rate."""
-    log = read_log(LOGS / f"{name}.log")
+    log = read_log(path)
     first = find_causes(log)[0]
-    stated = [float(n) * {"G": 1, "M": 1 / 1024}[u] for n, u in re.findall(r"(\d+(?:\.\d+)?) ([GM])iB", "\n".join(log.lines))]
+    units = {"GiB": 1, "MiB": 1 / 1024, "GB": 1e9 / 2**30}
+    stated = [float(n) * units[u] for n, u in re.findall(r"(\d+(?:\.\d+)?) ?(GiB|MiB|GB)", "\n".join(log.lines))]
     sums = [sum(used for _, used in log.others) / 2**30, (log.unallocated or 0) / 2**30]
     for size in map(float, re.findall(r"([\d.]+) GiB", first.sentence)):
         assert any(size == pytest.approx(known, abs=0.006) for known in stated + sums), first.sentence
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_a_log_cut_anywhere_is_read_without_an_error(name: str) -> None:
-    text = (LOGS / f"{name}.log").read_text(encoding="utf-8")
+@each_log
+def test_a_log_cut_anywhere_is_read_without_an_error(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
     for cut in range(0, len(text), max(1, len(text) // 40)):
         assert find_causes(read_text(text[:cut]))
         assert find_causes(read_text(text[cut:]))

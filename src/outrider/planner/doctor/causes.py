@@ -37,7 +37,7 @@ class Finding:
 
 
 def gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"
+    return f"{size / GIB:.2f} GiB" if size >= GIB or not size else f"{size / 2**20:.2f} MiB"
 
 
 def asked(log: Evidence) -> str:
@@ -94,8 +94,8 @@ def _some_other_cause(log: Evidence) -> str | None:
 
 def _rest(log: Evidence) -> Cause:
     if log.requested is None or log.allocated is None or log.capacity is None:
-        return Cause(NOT_STATED, "The device ran out of memory; what asked for it, and what held the rest, is not stated in "
-                     "the log: the message is cut off.", (log.error,))
+        return Cause(NOT_STATED, "The device ran out of memory; what asked for it, or what held the rest, is not stated in "
+                     "the log.", (log.error,))
     most = log.capacity if log.allowed is None else min(log.allowed, log.capacity)
     where = f" in {log.frames[-1].function}" if log.frames else ""
     return Cause("too large", f"The job is larger than the card: {gib(log.allocated)} were allocated and {gib(log.requested)} "
@@ -105,8 +105,8 @@ def _rest(log: Evidence) -> Cause:
 def _shared_memory(log: Evidence) -> Cause | None:
     line = log.find(r"out of resource: shared memory", r"No valid triton configs.*[Oo]ut of ?[Rr]esource",
                     r"out of resource: \S+ Required: \d+", r"OutOfResources:")
-    sentence = ("A kernel's tiles do not fit the shared memory of one multiprocessor (100 to 230 KiB): the card's own memory "
-                "did not run out, and freeing some does not help.")
+    sentence = ("A kernel's tiles do not fit the memory inside one multiprocessor (shared memory, 100 to 230 KiB): the card's "
+                "own memory did not run out, and freeing some does not help.")
     return Cause("shared memory", sentence, (line,)) if line else None
 
 
@@ -115,7 +115,8 @@ def _host(log: Evidence) -> Cause | None:
     if shm:
         return Cause("host memory", "The host's shared memory (/dev/shm), through which loader processes pass rows, ran out: not "
                      "the card's.", (shm,))
-    killed = log.find(r"oom[-_]kill(?:er|:| event)", r"[Oo]ut of memory: Kill", r"OOM Killed", r"Memory cgroup out of memory")
+    killed = log.find(r"oom[-_]kill(?:er|:| event)", r"[Oo]ut of memory: Kill", r"OOM ?Killed\b", r"Memory cgroup out of memory",
+                      r"node running low on memory", r"low memory! at or below", r"systemd-oomd.*[Kk]illed")
     if killed:
         return Cause("host memory", "The system killed a process because the host's memory ran out, not the card's.", (killed,))
     failed = log.find(r"DefaultCPUAllocator: (?:can't|not enough)", r"^(?:\S+: ?)?MemoryError\b", r"_ArrayMemoryError",
@@ -124,7 +125,8 @@ def _host(log: Evidence) -> Cause | None:
 
 
 def _nccl(log: Evidence) -> Cause | None:
-    line = log.find(r"Failed to CUDA (?:calloc|malloc|host)", r"NCCL WARN .*out of memory", r"ncclSystemError.*out of memory")
+    line = log.find(r"Failed to CUDA (?:calloc|malloc|host)", r"NCCL WARN .*out of memory",
+                    r"^(?:\[rank\d+\]: )?Cuda failure (?:\d+ )?'out of memory'", r"ncclSystemError.*out of memory")
     return Cause("NCCL", "NCCL could not get memory for its own buffers, which it takes outside PyTorch's allocator: the "
                  "allocator had left too little of the card.", (line,)) if line and not log.error else None
 
@@ -134,8 +136,8 @@ def _another_process(log: Evidence) -> Cause | None:
     if log.mine is None and others and log.allocated is not None and log.unallocated is not None:
         # In a container the driver knows this process by another number: the one that holds what PyTorch has reserved is itself
         reserved = log.allocated + log.unallocated
-        own = [item for item in others if -0.02 * reserved <= item[1] - reserved <= CONTEXT]
-        others = [item for item in others if item not in own[:1]]
+        own = [item for item in others if -0.02 * reserved <= item[1] - reserved <= max(CONTEXT, 0.1 * reserved)]
+        others = [item for item in others if item not in sorted(own, key=lambda item: abs(item[1] - reserved))[:1]]
     size = sum(used for _, used in others)
     if log.requested is None or log.free is None or size < LEAST_FOREIGN or log.free + size < log.requested:
         return None
@@ -176,7 +178,8 @@ def _leak(log: Evidence) -> Cause | None:
 
 def _attention(log: Evidence) -> Cause | None:
     dense = log.frame("sdpa_dense", "sdpa_dense_backward", "math_attention", "_math_attention_inner")
-    eager = log.frame("eager_attention_forward", "repeat_kv", code=r"softmax\(attn_(?:weights|scores)|baddbmm.*key")
+    eager = log.frame("eager_attention_forward", "repeat_kv", code=(
+        r"softmax\(\s*(?:attn|attention)?_?(?:weights|scores)|matmul\(q\w*, ?k\w*|(?:baddbmm|einsum)\(.*key|\bq\w* @ k\w*"))
     frame = dense or eager
     if not log.error or frame is None:
         return None
@@ -200,12 +203,14 @@ def _no_cause(log: Evidence) -> Cause | None:
     if log.error:
         return None
     for patterns, what in (
-        ((r"CUDA error: out of memory", r"cudaErrorMemoryAllocation"),
-         "The device ran out of memory outside PyTorch's allocator; what asked for it, and how much, is not stated in the log."),
+        ((r"(?:CUDA|HIP)(?: driver)? error: out of memory", r"cudaErrorMemoryAllocation", r"CUDA_ERROR_OUT_OF_MEMORY"),
+         "The device ran out of memory; what asked for it, and how much, is not stated in the log."),
         ((r"CU(?:BLAS|DNN|SOLVER)_STATUS_ALLOC_FAILED",),
          "A library could not get memory for its workspace; what holds the card is not stated in the log."),
-        ((r"exit ?code: -9", r"\(SIGKILL\)", r"^Killed$", r"signal 9"),
+        ((r"exit ?code:? -9", r"^(?!.*potential).*SIGKILL", r"^Killed$", r"signal 9", r"killed by signal: Killed"),
          "A process was killed by signal 9; by whom, and whether memory was the reason, is not stated in the log."),
+        ((r"\b[Oo]ut of memory\b", r"OutOfMemory", r"OOM killer", r"RESOURCE_EXHAUSTED"),
+         "An out-of-memory is spoken of, in words that name no cause known here."),
     ):
         line = log.find(*patterns)
         if line:
@@ -223,16 +228,23 @@ RULES: tuple[Callable[[Evidence], Cause | None], ...] = (
     _from_frame("block mask", "The block mask was made eagerly, as a table of every query and key: {asked} failed in {where}.",
                 "create_mask", "create_block_mask"),
     _from_frame("logits", "Logits over the whole vocabulary filled the card: {asked} failed in {where}.",
-                "cross_entropy", "log_softmax", "ForCausalLMLoss", code=r"logits\.float\(\)|lm_head\("),
+                "cross_entropy", "log_softmax", "ForCausalLMLoss",
+                code=r"logits\.float\(\)|lm_head\(|\boutput\(.*\.float\(\)|log_softmax\(|cross_entropy\("),
     _from_frame("optimizer birth", "The optimizer's state was being born, in its first step, when {asked} failed ({where}): it "
-                "stays for the whole run.", "_init_group", code=r"state\[.exp_avg"),
+                "stays for the whole run.", "_init_group", "init_state", "get_state_buffer", "initialize_optimizer_states",
+                "_new_buffer", code=r"state\[[^\]]+\] = .*(?:zeros|empty|clone|full)"),
     _from_frame("gradient birth", "Gradients of the weights were being born when {asked} failed ({where}).",
-                "give_gradients", "accumulate_unsharded_grad_if_needed", "unsharded_accumulated_grad", code=r"\.grad = "),
-    _from_frame("checkpoint load", "A checkpoint was being read straight onto the card, beside what stands there: {asked} failed "
-                "in {where}.", "_cuda_deserialize", "restore_location", file=r"torch/serialization\.py$"),
-    _from_frame("weights", "Weights were being loaded onto the card: {asked} failed in {where}, before any step.",
-                "from_pretrained", "_load_pretrained_model", "_materialize_copy", code=r"return t\.to\($|\.cuda\(\)$"),
-    _from_frame("target's forward", "The frozen target's forward filled the card: {asked} failed in {where}.",
+                "give_gradients", "accumulate_unsharded_grad_if_needed", "unsharded_accumulated_grad", "_ddp_init_helper",
+                code=r"\.(?:main_)?grad = "),
+    _from_frame("checkpoint load", "A checkpoint was being loaded onto the card, beside what stands there: {asked} failed "
+                "in {where}.", "_cuda_deserialize", "restore_location", "_process_value_according_to_param_policy",
+                "load_state_dict",
+                file=r"torch/serialization\.py$"),
+    _from_frame("weights", "Weights were being loaded onto the card: {asked} failed in {where}.",
+                "from_pretrained", "_load_pretrained_model", "_materialize_copy", "set_module_tensor_to_device",
+                code=r"return t\.to\($|\.cuda\(\)$"),
+    _from_frame("target's forward",
+                "A forward without gradients, as a frozen target's is, filled the card: {asked} failed below {where}.",
                 code=r"no_grad|inference_mode", file=r"_contextlib\.py$"),
     _host, _no_cause,
 )

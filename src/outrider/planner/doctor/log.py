@@ -13,7 +13,7 @@ TRACE_LINES = 400  # looked back for the head of a traceback
 SIZE = r"(\d+(?:\.\d+)?) ?(bytes|B|KiB|MiB|GiB|TiB|KB|MB|GB)"
 UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 # What torch has written since 1.x, under its names of each time; the typo "capacty" is torch 2.0's and 2.1's
-OUT_OF_MEMORY = re.compile(r"(?:CUDA|HIP) out of memory\.|has a total capaci?ty of " + SIZE + " of which")
+OUT_OF_MEMORY = re.compile(r"(?:CUDA|HIP|XPU|MPS backend) out of memory\b|has a total capaci?ty of " + SIZE + " of which")
 NUMBERS = {
     "requested": (rf"Tried to allocate {SIZE}",),
     "capacity": (rf"total capaci?ty of {SIZE}", rf"{SIZE} total capacity"),
@@ -26,10 +26,17 @@ NUMBERS = {
     "reserved": (rf"{SIZE} reserved in total by PyTorch",),
 }
 PROCESS = re.compile(rf"Process (\d+) has {SIZE} memory in use")
-FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+# Python's own; a notebook's (`File x.py:12, in f(..)`, older `x.py in f(..)`); rich's, in a box (`x.py:12 in f`)
+FRAME = re.compile(r'File "(?P<plain>[^"]+)", line \d+, in (?P<f>\S+)|(?P<other>[^\s"]+\.py)(?::\d+,?)? in (?P<g>[\w.<>]+)')
+MARKED = re.compile(r"^(?:❱|-+>)\s*\d+\s*")  # the line of a frame's code that was running, where several are shown
+BOX = re.compile(r"[│╭╮╰╯─]+")
+FRAME_LINES = 12  # looked through for it
+MESSAGE_LINES = 8  # over which some printers wrap one
 RANK = re.compile(r"^\s*(\[rank\d+\]:|\[default\d+\]:|\(\w+ pid=\d+\)|\d+:(?= ))\s?")
-STEP = re.compile(r"\b(?:step|it|iter|iteration|global_step)\b\D{0,3}(\d+)", re.IGNORECASE)
-HELD = re.compile(rf"\b(?:allocated|mem|memory|gpu_mem)\b[ =:]{{1,3}}{SIZE}", re.IGNORECASE)
+STEP = re.compile(r"\b(?:step|it|iter|iteration|global_step)\b\D{0,3}(\d+)|\b(\d+)/\d+ \[", re.IGNORECASE)  # or a progress bar
+# A meter of what the device holds at the moment: its highest value so far always grows, and the host's is another matter
+HELD = re.compile(rf"(?<![\w/])(?!\w*(?:max|peak|cpu|host|ram|rss))(\w*(?:mem|allocated)\w*)(?::cuda:\d+)?[ =:]{{1,3}}{SIZE}",
+                  re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -103,11 +110,11 @@ def read_text(text: str) -> Evidence:
     if not error:
         last = max((i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), default=-1)
         return Evidence(lines, frames=_frames(lines, range(last, len(lines)) if last >= 0 else range(0)), **_course(lines))
-    message = " ".join(lines[error - 1: error + 3])  # wrapped by some printers
+    message = " ".join(_bare(line) for line in lines[error - 1: error + MESSAGE_LINES])
     first = OUT_OF_MEMORY.search(message)
     assert first is not None
     again = OUT_OF_MEMORY.search(message, first.end())
-    if again is not None and again.group(0).endswith("memory."):  # the next rank's
+    if again is not None and again.group(0).endswith("memory"):  # the next rank's
         message = message[: again.start()]
     numbers: dict[str, Any] = {name: _size(message, patterns) for name, patterns in NUMBERS.items()}
     reserved = numbers.pop("reserved")
@@ -148,9 +155,22 @@ def _frames(lines: Sequence[str], numbers: Sequence[int]) -> tuple[Frame, ...]:
     for at, i in enumerate(numbers):
         match = FRAME.search(lines[i])
         if match:
-            code = RANK.sub("", lines[numbers[at + 1]]).strip() if at + 1 < len(numbers) else ""
-            found.append(Frame(i + 1, match[3], match[1], code))
+            name = (match["f"] or match["g"]).rpartition(".")[2]
+            found.append(Frame(i + 1, name, match["plain"] or match["other"], _code(lines, numbers[at + 1: at + FRAME_LINES])))
     return tuple(found)
+
+
+def _code(lines: Sequence[str], numbers: Sequence[int]) -> str:
+    """The source line below a frame: the one that is marked before the next frame comes, or else the next line."""
+    shown = [_bare(lines[i]) for i in numbers]
+    end = next((i for i, line in enumerate(shown) if FRAME.search(line)), len(shown))
+    marked = [MARKED.sub("", line).strip() for line in shown[:end] if MARKED.match(line)]
+    return (marked or shown[:end] or [""])[0].lstrip("│ ").strip()
+
+
+def _bare(line: str) -> str:
+    """A line without its rank and without the box that some printers draw around it."""
+    return BOX.sub(" ", RANK.sub("", line)).strip()
 
 
 def _course(lines: Sequence[str]) -> dict[str, Any]:
@@ -159,8 +179,8 @@ def _course(lines: Sequence[str]) -> dict[str, Any]:
     for line in lines:
         counted = STEP.search(line)
         if counted and not FRAME.search(line):
-            step = int(counted[1])
+            step = int(counted[1] or counted[2])
             size = HELD.search(line)
             if size:
-                held.append((step, _bytes(size[1], size[2])))
+                held.append((step, _bytes(size[2], size[3])))
     return {"step": step, "held": tuple(held)}
