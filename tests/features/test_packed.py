@@ -1,5 +1,7 @@
 """Packed capture: equal to every document run alone by transformers itself, at every layer, in every family; no leak."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from families import FAMILIES, LAYERS, family_target
@@ -8,7 +10,7 @@ from toys import random_rows
 from outrider.errors import UserError
 from outrider.features.capture import capture, documents_of
 from outrider.features.packed import PackedCapture
-from outrider.features.target import Target
+from outrider.features.target import Target, load_target
 from outrider.records import TokenRows
 
 ALL = tuple(range(LAYERS - 1))  # of the last layer, transformers gives only the normed output
@@ -108,3 +110,13 @@ def test_one_compilation_a_kind_of_layer_whatever_the_documents() -> None:
         rows = random_rows([lengths], length=30, seed=len(lengths))
         assert_equal_to_rounding(packed(rows).values_BSF, plain(rows).values_BSF, "qwen3_5")
     assert len(frames) == 2, "gated delta net and attention, six layers"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_every_family_gives_the_same(family: str, tmp_path: Path) -> None:
+    """Read by transformers' own choice of class and attention: a wrapper's text model, scores that are capped, sinks."""
+    target, rows = family_target(family), unequal_rows()
+    target.model.save_pretrained(tmp_path)
+    loaded = load_target(str(tmp_path), dtype="float32", device="cpu", last_layer=max(ALL), head=False)
+    assert len(loaded.layers) == LAYERS - 1
+    assert_equal_to_rounding(capture(loaded, rows, ALL).values_BSF, capture(target, rows, ALL).values_BSF, family)

@@ -66,25 +66,27 @@ def test_a_store_on_disk_in_the_runs_folder(
 
 def test_kernels_are_named_once_and_slow_ones_refused_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = ("linear_attention", "full_attention")
-    say_kernels(kinds, FeaturesConfig(), CPU)
+    say_kernels("sdpa", kinds, FeaturesConfig(), CPU)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "attention: torch's scaled_dot_product_attention; gated delta rule: the reference, slow; conv" in said
     with pytest.raises(UserError, match=r"require_fast_kernels = true: .*gated delta rule.*would run on reference code on cpu"):
-        say_kernels(kinds, FeaturesConfig(require_fast_kernels=True), CPU)
+        say_kernels("sdpa", kinds, FeaturesConfig(require_fast_kernels=True), CPU)
+    with pytest.raises(UserError, match=r"require_fast_kernels = true: attention would run on reference code"):
+        say_kernels("eager", ("full_attention",), FeaturesConfig(require_fast_kernels=True), CPU)
 
 
 def test_fast_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     kinds, cuda = ("linear_attention", "full_attention"), torch.device("cuda")
     packed = FeaturesConfig(documents="packed", require_fast_kernels=True)
     monkeypatch.setattr(source_module, "_installed", lambda package: package == "fla")
-    say_kernels(kinds, packed, cuda)
+    say_kernels("sdpa", kinds, packed, cuda)
     assert "reference" not in capsys.readouterr().err
     with pytest.raises(UserError, match="convolution would run on reference code"):
-        say_kernels(kinds, FeaturesConfig(require_fast_kernels=True), cuda)
+        say_kernels("sdpa", kinds, FeaturesConfig(require_fast_kernels=True), cuda)
     monkeypatch.setattr(source_module, "_installed", lambda package: False)
     with pytest.raises(UserError, match="gated delta nets need flash-linear-attention"):
-        say_kernels(kinds, FeaturesConfig(documents="packed"), cuda)
+        say_kernels("sdpa", kinds, FeaturesConfig(documents="packed"), cuda)
 
 
 @pytest.mark.parametrize("keep", ["memory", "disk"])

@@ -87,7 +87,7 @@ def open_source(order: Order, settings: FeaturesConfig, first_row: TokenRows, pr
     eight = settings.precision == "fp8"
     target = load_target(order.path, dtype=order.dtype, device="cpu" if eight else order.device, last_layer=order.last_layer,
                          head=True)
-    say_kernels(target.facts.layer_kinds, settings, device)
+    say_kernels(target.attention, target.facts.layer_kinds, settings, device)
     if target.facts.quantised is not None:
         say(f"target: its weights are quantised ({target.facts.quantised}); features come from them as transformers runs them")
     if eight:
@@ -109,10 +109,13 @@ def capture_in(documents: str, target: Target, layer_ids: Sequence[int]) -> Capt
     return lambda rows: capture(target, rows, layer_ids)
 
 
-def say_kernels(layer_kinds: Sequence[str], settings: FeaturesConfig, device: torch.device) -> None:
-    """Print which kernels the layers' kinds will run on. Raises UserError when fast ones are required and one is not."""
+def say_kernels(attention: str, layer_kinds: Sequence[str], settings: FeaturesConfig, device: torch.device) -> None:
+    """Print which kernels the layers' kinds will run on; `attention` as transformers names its own.
+
+    Raises UserError when fast ones are required and one is not.
+    """
     packed, cuda, fla = settings.documents == "packed", device.type == "cuda", _installed("fla")
-    used = {"attention": "torch's scaled_dot_product_attention"}
+    used = {"attention": {"sdpa": "torch's scaled_dot_product_attention", "eager": REFERENCE}.get(attention, attention)}
     if packed:
         used["attention"] = "cuDNN or flash, told the documents' bounds" if cuda else REFERENCE
     if "linear_attention" in layer_kinds:

@@ -64,6 +64,11 @@ class Target:
         return self._ends is not None and len(self.layers) == self.facts.num_layers
 
     @property
+    def attention(self) -> str:
+        """Which attention transformers runs the layers on ("sdpa", "eager", ...)."""
+        return cast(str, cast(Any, self.decoder.config)._attn_implementation)
+
+    @property
     def ends(self) -> Ends:
         assert self._ends is not None, "loaded without its head"
         return self._ends
@@ -193,13 +198,16 @@ def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, h
     config = AutoConfig.from_pretrained(path, **NO_CODE)
     if last_layer is not None:
         _cut(config.get_text_config(), last_layer + 1)
+    # transformers' default, sdpa, leaves a cap on the scores out without a word (5.17); None is its default
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None  # not ours: Gemma 2's
     loud = transformers.logging.get_verbosity()
     if last_layer is not None:  # its report would list every tensor of the layers left out
         transformers.logging.set_verbosity_error()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=DTYPES[dtype], device_map=None if device == "cpu" else {"": device},
-            output_loading_info=True, use_safetensors=True, **NO_CODE,
+            output_loading_info=True, use_safetensors=True, attn_implementation="eager" if capped else None,
+            **NO_CODE,
         )
     except Exception as error:  # safetensors, OSError, ValueError, RuntimeError: whatever a damaged folder provokes
         raise UserError(f"target.path = {path!r}: the weights cannot be loaded: {first_line(error)}") from error
