@@ -2,8 +2,10 @@
 
 from typing import Literal
 
+import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from toys import MASK, random_rows
 
 from outrider.config import OptimizerConfig, PlacementConfig, Sharding
@@ -11,16 +13,14 @@ from outrider.features.capture import FeatureSource
 from outrider.features.target import Target
 from outrider.layout.anchors import draw_anchors
 from outrider.layout.blocks import build_blocks
-from outrider.layout.mask import dense_mask
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter, initialise
-from outrider.model.fused_drafter import fused_twin
-from outrider.records import DraftBlocks, DrafterShape, TokenRows
-from outrider.train.masters import Masters, open_masters
+from outrider.records import DrafterShape, TokenRows
+from outrider.train.masters import open_masters
 from outrider.train.optim import build_optimizer
 from outrider.train.placement import Devices, Relay, open_relay
 from outrider.train.processes import ALONE, Processes
-from outrider.train.roads import DenseRoad, Embed
+from outrider.train.roads import DenseRoad, FusedRoad
 from outrider.train.step import Learner, MicroBatch
 
 CPU = torch.device("cpu")
@@ -33,24 +33,20 @@ def make_drafter(shape: DrafterShape, *, seed: int = 0) -> Drafter:
     return drafter
 
 
-class PackedRoad:
-    """The fused road's weights and gradients on a CPU: packed in `dtype`, lent by the masters, not compiled."""
+def masked_attention(q_BHQC: Tensor, k_BGNC: Tensor, v_BGNC: Tensor, mask: BlockMask) -> Tensor:
+    """What the fused kernel computes, by the mask's own predicate."""
+    B, Q, N = len(q_BHQC), q_BHQC.shape[2], k_BGNC.shape[2]
+    seen_BQN = mask.mask_mod(torch.arange(B)[:, None, None], torch.tensor(0), torch.arange(Q)[:, None], torch.arange(N))
+    return dense_attention(q_BHQC, k_BGNC, v_BGNC, seen_BQN[:, None])
 
-    def __init__(self, drafter: Drafter, *, dtype: torch.dtype) -> None:
-        self.drafter, self.dtype = drafter, dtype
-        self.fused = fused_twin(drafter, dense_attention, dtype=dtype, compile_part=lambda part: part)
 
-    def begin(self, masters: Masters) -> None:
-        masters.lend(self.fused)
-
-    def hidden(self, embed: Embed, features_BSF: Tensor, rows: TokenRows, blocks: DraftBlocks) -> Tensor:
-        masks = {"full_attention": dense_mask(rows, blocks, window=None)}
-        ends = embed(blocks.noise_ids_BAK[:, :, 0]), embed(blocks.noise_ids_BAK[0, 0, 1]), features_BSF
-        return self.fused(*(values.to(self.dtype) for values in ends), self.fused.rotary(blocks.positions_BAK.flatten(1)),
-                          self.fused.rotary(rows.positions_BS), masks)
-
-    def collect(self, masters: Masters) -> None:
-        masters.take_gradients(self.fused)
+def fused_on_cpu(drafter: Drafter, *, dtype: torch.dtype) -> FusedRoad:
+    """The fused road itself, its packed weights, masks and gradients, without its compiler and its kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outrider.train.roads.attention_for", lambda device, head_dim: masked_attention)
+        patch.setattr("outrider.model.tripwire.install", lambda: None)
+        patch.setattr(torch, "compile", lambda part, **options: part)
+        return FusedRoad(drafter, dtype=dtype, activation_budget=1.0)
 
 
 def make_learner(

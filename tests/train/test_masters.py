@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from learning import LOGITS_BYTES, PackedRoad, colocated, make_drafter, random_micro_batch
+from learning import LOGITS_BYTES, colocated, fused_on_cpu, make_drafter, random_micro_batch
 from torch import Tensor
 from toys import toy_shape
 
@@ -43,7 +43,7 @@ class MastersBesideACopy(WholeMasters):
 
 def learner_of(target: Target, kind: type[WholeMasters] = WholeMasters) -> Learner:
     drafter = make_drafter(toy_shape())
-    return Learner(PackedRoad(drafter, dtype=torch.bfloat16), kind(drafter, ALONE), target.ends,
+    return Learner(fused_on_cpu(drafter, dtype=torch.bfloat16), kind(drafter, ALONE), target.ends,
                    build_optimizer(drafter, OptimizerConfig(learning_rate=1e-4)))
 
 

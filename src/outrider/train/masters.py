@@ -38,7 +38,8 @@ class Masters(Protocol):
         """After the last micro-batch: every `.grad` is the sum over micro-batches and processes."""
 
     def rest(self) -> None:
-        """After forwards that no update follows: the masters stand as the optimizer knows them, without gradients."""
+        """After forwards and backwards that no update follows: the masters stand as the optimizer knows them, without gradients.
+        Every process must call it."""
 
 
 class WholeMasters:
@@ -126,6 +127,8 @@ class ShardedMasters:
         pass  # scattering them has summed them
 
     def rest(self) -> None:
+        self._module.unshard()  # gradients of micro-batches before the last one stand on the whole weights until they are summed
+        self.drafter.zero_grad(set_to_none=True)
         self._module.reshard()
         self._sums.clear()
         self.drafter.zero_grad(set_to_none=True)
