@@ -111,15 +111,34 @@ def test_stages_add_up_to_the_step() -> None:
 
 def test_the_nearest_setting_that_fits_is_named(born_from: Job) -> None:  # noqa: F811
     unfused = replace(born_from, road="unfused")
-    nearest = nearest_that_fits(unfused, 160 * 2**30, ledger_of=colocated)
+    nearest = nearest_that_fits(unfused, 160 * 2**30, fp8=True, ledger_of=colocated)
     assert nearest is not None
     changes, ledger = nearest
     assert changes == {"layout.anchors": 256}
     assert ledger.device_used_bytes <= 160 * 2**30
     card = with_memory([CATALOGUE["rtx-pro-6000"]], 160 * 2**30)[0]
     assert not make_plans(unfused, [card], placements=("colocated",), vary=False)[0].fits
-    assert nearest_that_fits(born_from, CATALOGUE["rtx-4090"].usable_bytes, ledger_of=colocated) is None
-    assert nearest_that_fits(born_from, CATALOGUE["h200"].usable_bytes, ledger_of=colocated) == ({}, colocated(born_from))
+    small, large = (CATALOGUE[name].usable_bytes for name in ("rtx-4090", "h200"))
+    assert nearest_that_fits(born_from, small, fp8=True, ledger_of=colocated) is None
+    assert nearest_that_fits(born_from, large, fp8=True, ledger_of=colocated) == ({}, colocated(born_from))
+
+
+@pytest.mark.parametrize(("card", "gib", "changes"), [
+    ("h200", 80, {}), ("h200", 70, {"optimizer.state": "8bit"}), ("h200", 60, {"features.precision": "fp8"}),
+    ("h200", 50, {"optimizer.state": "8bit", "features.precision": "fp8"}), ("h200", 40, None), ("a100-80gb", 60, None),
+])
+def test_on_less_memory_come_settings_that_round_more_coarsely(
+    born_from: Job, card: str, gib: int, changes: Any  # noqa: F811
+) -> None:
+    """On one card of so much memory; never FP8 on one without it."""
+    made = make_plans(born_from, with_memory([CATALOGUE[card]], gib * 2**30), placements=PLACEMENTS, vary=True)
+    assert {plan.gpus for plan in made} == {1}, "no pair on one card"
+    assert (dict(made[0].changes) if made[0].fits else None) == changes
+
+
+def test_a_placement_that_takes_more_cards_is_refused(born_from: Job) -> None:  # noqa: F811
+    with pytest.raises(UserError, match="--placement fan-in: takes at least 3 cards, --gpus has 2"):
+        make_plans(born_from, parse_gpus("2x h200"), placements=("fan-in",), vary=True)
 
 
 def test_more_cards_are_never_slower_with_as_many_replicas(born_from: Job) -> None:  # noqa: F811

@@ -31,7 +31,7 @@ ALONE, PAIR = Devices(CPU, ()), Devices(CPU, (CPU,))
 
 def card(allowed: int = WIDE, *, free: int | None = None, peak: int = 2**20) -> Card:
     """A pretended one."""
-    return Card("pretended card", allowed, allowed if free is None else free, lambda: peak)
+    return Card("pretended card", allowed, allowed if free is None else free, False, lambda: peak)
 
 
 def resolved_run(config: RunConfig) -> Resolved:

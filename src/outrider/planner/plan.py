@@ -10,8 +10,10 @@ from outrider.planner.ledger import DeviceLedger, capturer, colocated, learner
 from outrider.planner.speed import parts, sum_ms
 
 PLACEMENTS = ("colocated", "pairs", "fan-in")
+FEWEST_CARDS = {"pairs": 2, "fan-in": 3}
 FEWEST_ANCHORS = 64
 BUDGETS = (0.5,)  # of train.activation_budget, tried where everything kept does not fit
+Change = tuple[dict[str, object], Job]  # `section.key` to its new value, and the job with it
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ def make_plans(job: Job, gpus: Sequence[Gpu], *, placements: Sequence[str], vary
     if len({gpu.name for gpu in gpus}) > 1:
         raise UserError(f"--gpus: {', '.join(sorted({gpu.name for gpu in gpus}))}: cards of several kinds: plan each kind by "
                         "itself")
+    for name, least in FEWEST_CARDS.items():
+        if tuple(placements) == (name,) and len(gpus) < least:
+            raise UserError(f"--placement {name}: takes at least {least} cards, --gpus has {len(gpus)}: name more, or another "
+                            "placement")
     plans = []
     for placement, replicas, cards, sharded in _placements(len(gpus), placements):
         placed = replace(job, replicas=replicas, sharded=sharded)
@@ -89,10 +95,10 @@ def _placements(count: int, wanted: Sequence[str]) -> Iterator[tuple[str, int, i
         if "colocated" in wanted:
             for sharded in (False, True)[: 1 if replicas == 1 else 2]:
                 yield placement_name(replicas, 0, sharded), replicas, 0, sharded
-    if "pairs" in wanted:
-        for replicas in sorted({1, count // 2} - {0}):
+    if "pairs" in wanted and count >= FEWEST_CARDS["pairs"]:
+        for replicas in sorted({1, count // 2}):
             yield placement_name(replicas, 1, False), replicas, 1, False
-    if "fan-in" in wanted and count > 2:
+    if "fan-in" in wanted and count >= FEWEST_CARDS["fan-in"]:
         yield placement_name(1, count - 1, False), 1, count - 1, False
 
 
@@ -128,36 +134,72 @@ def plan_of(placement: str, job: Job, gpu: Gpu, cards: int, changes: Mapping[str
 
 
 def _that_fit(placement: str, job: Job, gpu: Gpu, cards: int) -> Iterator[Plan]:
-    """The nearest changes of one setting, then of both, with which the job fits on the cards."""
-    for name, changed in changes_of(job):
+    """The nearest changes with which the job fits on the cards."""
+    for name, changed in changes_of(job, fp8=gpu.fp8 is not None):
         plan = plan_of(placement, changed, gpu, cards, name)
         if plan.fits:
             yield plan
             return
 
 
-def changes_of(job: Job) -> Iterator[tuple[dict[str, object], Job]]:
-    """Ever stronger changes: what costs speed alone, then what costs signal too."""
-    budgets = BUDGETS if job.road == "fused" and job.activation_budget > min(BUDGETS) else ()
-    for budget in budgets:
+def changes_of(job: Job, *, fp8: bool) -> Iterator[Change]:
+    """Ever stronger changes: what costs speed alone, what rounds more coarsely, together and with less kept, fewer blocks.
+
+    `fp8`: the target's card has 8-bit products.
+    """
+    yield from slower(job)
+    coarser = list(coarser_moments(job))
+    coarser += [({**changes, **more}, both) for changes, changed in [({}, job), *coarser]
+                for more, both in coarser_features(changed, fp8=fp8)]
+    for changes, changed in coarser:
+        yield changes, changed
+        for budget in _budgets(job):
+            yield {**changes, "train.activation_budget": budget}, replace(changed, activation_budget=budget)
+    yield from fewer_blocks(job)
+
+
+def slower(job: Job) -> Iterator[Change]:
+    """The same learning in less memory and more time."""
+    for budget in _budgets(job):
         yield {"train.activation_budget": budget}, replace(job, activation_budget=budget)
     if job.rows > 1:
         accumulation = job.accumulation * job.rows
         yield ({"train.rows_per_batch": 1, "train.accumulation": accumulation}, replace(job, rows=1, accumulation=accumulation))
+
+
+def coarser_moments(job: Job) -> Iterator[Change]:
+    if not job.eight_bit and not job.sharded:
+        yield {"optimizer.state": "8bit"}, replace(job, eight_bit=True)
+
+
+def coarser_features(job: Job, *, fp8: bool) -> Iterator[Change]:
+    if fp8 and not job.fp8:
+        yield {"features.precision": "fp8"}, replace(job, fp8=True)
+
+
+def fewer_blocks(job: Job) -> Iterator[Change]:
+    """Down to FEWEST_ANCHORS, with all and with less kept for the backward."""
     anchors = job.anchors // 2
     while anchors >= FEWEST_ANCHORS:
         yield {"layout.anchors": anchors}, replace(job, anchors=anchors)
-        for budget in budgets:
+        for budget in _budgets(job):
             yield ({"layout.anchors": anchors, "train.activation_budget": budget},
                    replace(job, anchors=anchors, activation_budget=budget))
         anchors //= 2
 
 
+def _budgets(job: Job) -> tuple[float, ...]:
+    return BUDGETS if job.road == "fused" and job.activation_budget > min(BUDGETS) else ()
+
+
 def nearest_that_fits(
-    job: Job, usable_bytes: int, *, ledger_of: Callable[[Job], DeviceLedger]
+    job: Job, usable_bytes: int, *, fp8: bool, ledger_of: Callable[[Job], DeviceLedger]
 ) -> tuple[Mapping[str, object], DeviceLedger] | None:
-    """The least change with which a card of `usable_bytes` holds what `ledger_of` lays on it, and the ledger then; or None."""
-    for changes, changed in ({}, job), *changes_of(job):
+    """The least change with which a card of `usable_bytes` holds what `ledger_of` lays on it, and the ledger then; or None.
+
+    `fp8`: the card has 8-bit products.
+    """
+    for changes, changed in ({}, job), *changes_of(job, fp8=fp8):
         ledger = ledger_of(changed)
         if ledger.device_used_bytes <= usable_bytes:
             return changes, ledger

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.errors import UserError
+from outrider.features.eight_bit import LEAST_CAPABILITY
 from outrider.planner.job import Job
 from outrider.planner.ledger import DeviceLedger, capturer, colocated, host, learner, ledger_of
 from outrider.planner.plan import nearest_that_fits
@@ -20,11 +21,12 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Card:
     """`allowed_bytes`: what this process may take of the card, a cap of its own included; `free_bytes`: what nobody uses now.
-    `peak_bytes` tells the most that was allocated at a time so far."""
+    `fp8`: it has 8-bit products. `peak_bytes` tells the most that was allocated at a time so far."""
 
     name: str
     allowed_bytes: int
     free_bytes: int
+    fp8: bool
     peak_bytes: Callable[[], int]
 
 
@@ -37,7 +39,8 @@ def card_of(device: torch.device) -> Card | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
-    return Card(torch.cuda.get_device_name(device), allowed, min(free, allowed),
+    fp8 = torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+    return Card(torch.cuda.get_device_name(device), allowed, min(free, allowed), fp8,
                 lambda: torch.cuda.max_memory_allocated(device))
 
 
@@ -98,7 +101,8 @@ def _check(job: Job, ledger: DeviceLedger, card: Card) -> None:
 
 def _refusal(job: Job, ledger: DeviceLedger, card: Card) -> str:
     line = telling_line(ledger)
-    nearest = nearest_that_fits(job, card.allowed_bytes, ledger_of=lambda changed: ledger_of(changed, ledger.roles))
+    nearest = nearest_that_fits(job, card.allowed_bytes, fp8=card.fp8,
+                                ledger_of=lambda changed: ledger_of(changed, ledger.roles))
     if nearest is None:
         way_out = "nothing near it fits: see outrider plan"
     else:

@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 from outrider.planner.gpus import CATALOGUE, DRIVER_NAMES, Gpu
 from outrider.planner.job import Job
 from outrider.planner.lines import Role
-from outrider.planner.plan import DevicePlan, Plan, changes_of, plan_of
+from outrider.planner.plan import (
+    Change,
+    DevicePlan,
+    Plan,
+    coarser_features,
+    coarser_moments,
+    fewer_blocks,
+    plan_of,
+    slower,
+)
 
 FEWER_LOGITS_MIB = 256
 LEAST_SAVING = 32 * 2**20  # bytes, below which a change is no way out
@@ -82,13 +91,13 @@ def _plans(job: Job, gpu: Gpu, cards: int) -> Iterator[Plan]:
         yield plan_of("changed", _mended(job), gpu, 1, {**_mending(job), "placement.capture_cards": 1})
 
 
-def _ways(job: Job, gpu: Gpu) -> Iterator[tuple[dict[str, object], Job]]:
+def _ways(job: Job, gpu: Gpu) -> Iterator[Change]:
     """Changes of the run on the cards it has. Where something had gone wrong, all of them come with what mends it, and without
     it the one that keeps the fault and makes it small enough."""
     mended, mending = _mended(job), _mending(job)
     if mending:
         yield mending, mended
-        yield from ((changes, changed) for changes, changed in changes_of(job) if "layout.anchors" in changes)
+        yield from fewer_blocks(job)
     for changes, changed in _single(mended, gpu):
         yield {**mending, **changes}, changed
 
@@ -107,16 +116,15 @@ def _mended(job: Job) -> Job:
     return replace(job, road="fused", eager_mask=False, plain_logits=False)
 
 
-def _single(job: Job, gpu: Gpu) -> Iterator[tuple[dict[str, object], Job]]:
-    if not job.fp8 and gpu.fp8:
-        yield {"features.precision": "fp8"}, replace(job, fp8=True)
-    if not job.eight_bit and not job.sharded:
-        yield {"optimizer.state": "8bit"}, replace(job, eight_bit=True)
+def _single(job: Job, gpu: Gpu) -> Iterator[Change]:
+    yield from coarser_features(job, fp8=gpu.fp8 is not None)
+    yield from coarser_moments(job)
     if job.logits_bytes > FEWER_LOGITS_MIB * 2**20:
         yield {"objective.logits_mib": FEWER_LOGITS_MIB}, replace(job, logits_bytes=FEWER_LOGITS_MIB * 2**20)
     if job.replicas > 1 and not job.sharded and not job.eight_bit:
         yield {"placement.sharding": "fsdp2"}, replace(job, sharded=True)
-    yield from changes_of(job)
+    yield from slower(job)
+    yield from fewer_blocks(job)
 
 
 def _together(begun: Plan, roles: tuple[Role, ...], room: Room, cards: int) -> Iterator[Plan]:
