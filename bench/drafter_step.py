@@ -1,6 +1,7 @@
 """The drafter's forward and backward on one GPU: the case that the project was born from, and sweeps around it.
 
-    python bench/drafter_step.py [--sweep] [--steps 20] [--documents 1] [--activation-budget 1.0]
+    python bench/drafter_step.py [--sweep] [--steps 20] [--documents 1 0] [--activation-budget 1.0]
+                                 [--attention span flex] [--profile]
     python bench/drafter_step.py --draw bench/results/drafter_step.jsonl bench/results/drafter_step.svg
 
 The case: hidden 5120, FFN 17408, 32/8 heads of 128, 5 layers, vocabulary 248,320, a row of 8192 tokens, 512 anchors, K = 16,
@@ -31,6 +32,7 @@ from outrider.layout.blocks import build_blocks, default_gamma
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter, count_parameters
 from outrider.model.flops import StepFlops, count_flops
+from outrider.model.fused_attention import FusedKernels, flex_kernels, span_kernels
 from outrider.objective.frozen_head import frozen_head_loss
 from outrider.records import FULL, DraftBlocks, DrafterShape, FrozenHead, TokenRows
 from outrider.train.masters import WholeMasters
@@ -70,6 +72,14 @@ def random_blocks(rows: TokenRows, shape: DrafterShape, A: int) -> DraftBlocks:
                         gamma=default_gamma(shape.block_size))
 
 
+def kernels_named(name: str, shape: DrafterShape) -> FusedKernels:
+    if name == "flex":
+        return flex_kernels(DEVICE, head_dim=shape.head_dim)
+    kernels = span_kernels(DEVICE, head_dim=shape.head_dim, dtype=torch.bfloat16)
+    assert kernels is not None
+    return kernels
+
+
 @dataclasses.dataclass
 class Case:
     """A drafter on the GPU with the target's frozen parts, and steps over fresh rows."""
@@ -80,6 +90,7 @@ class Case:
     documents: int
     logits_mib: int
     activation_budget: float
+    attention: str
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -91,7 +102,8 @@ class Case:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5) if parameter.dim() > 1 else parameter.fill_(1.0)
         self.embedding_VD = torch.randn(shape.vocab_size, shape.hidden_size, device=DEVICE, dtype=torch.bfloat16)
         self.head = FrozenHead(torch.randn_like(self.embedding_VD).mul_(shape.hidden_size**-0.5), None)
-        self.road = FusedRoad(self.drafter, dtype=torch.bfloat16, activation_budget=self.activation_budget)
+        kernels = kernels_named(self.attention, shape)
+        self.road = FusedRoad(self.drafter, kernels, dtype=torch.bfloat16, activation_budget=self.activation_budget)
         self.road.begin(WholeMasters(self.drafter, ALONE))
         self.count = 0
 
@@ -182,6 +194,18 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
     }
 
 
+def kernel_times(case: Case) -> str:
+    """Device milliseconds of one step by kernel, the longest first."""
+    case.clear()
+    batch = case.fresh()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        case.forward_backward(*batch)
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda e: -e.device_time_total)
+    lines = [f"{e.device_time_total / 1e3:9.3f} ms {e.count:5d} x {e.key[:110]}" for e in events if e.device_time_total > 20]
+    return "\n".join([f"{sum(e.device_time_total for e in events) / 1e3:9.3f} ms in all", *lines])
+
+
 def sweep_points() -> list[tuple[str, dict[str, Any]]]:
     base = {"S": 8192, "A": 512, "changes": {}}
     points = [(f"anchors {A}", {**base, "A": A}) for A in (64, 128, 256, 1024, 2048)]
@@ -216,34 +240,49 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
 def last_sweep(lines: Path) -> list[dict[str, Any]]:
     runs = [json.loads(line).get("results") for line in lines.read_text().splitlines()]
-    sweeps: list[list[dict[str, Any]]] = [run for run in runs if isinstance(run, list) and len(run) > 1]
+    sweeps: list[list[dict[str, Any]]] = [run for run in runs if isinstance(run, list) and len({r["case"] for r in run}) > 1]
     return sweeps[-1]
 
 
-def run_point(name: str, point: dict[str, Any], args: argparse.Namespace, rate: float) -> dict[str, Any]:
+def run_point(
+    name: str, point: dict[str, Any], attention: str, args: argparse.Namespace, rate: float
+) -> list[dict[str, Any]]:
+    """One drafter, compiled once, measured with each number of documents."""
     torch._dynamo.reset()
     torch.cuda.empty_cache()
-    case = Case(born_from_shape(**point["changes"]), point["S"], point["A"], documents=args.documents, logits_mib=args.logits_mib,
-                activation_budget=args.activation_budget)
-    result = {"case": name, "parameters": count_parameters(case.shape), **measure(case, args.steps)}
-    result["share_of_matmul_rate"] = round(result["tflop_s"] / rate, 3)
-    result["limit_ms"] = round(result["tflop"] / rate * 1e3, 1)
-    print(f"{name:18} {result['ms']:8.1f} ms ({result['min_ms']:.1f}..{result['max_ms']:.1f}), limit {result['limit_ms']:.1f}, "
-          f"{result['peak_above_static_gib']:.2f} GiB above static, {result['tflop_s']} TFLOP/s "
-          f"({result['share_of_matmul_rate']:.0%}), first step {result['first_step_s']} s", file=sys.stderr, flush=True)
-    result["matmul_tflop_s_after"] = round(matmul_rate())
-    return result
+    case = Case(born_from_shape(**point["changes"]), point["S"], point["A"], documents=args.documents[0],
+                logits_mib=args.logits_mib, activation_budget=args.activation_budget, attention=attention)
+    results = []
+    for case.documents in args.documents:
+        result = {"case": name, "attention": attention, "documents": case.documents,
+                  "parameters": count_parameters(case.shape), **measure(case, args.steps)}
+        result["share_of_matmul_rate"] = round(result["tflop_s"] / rate, 3)
+        result["limit_ms"] = round(result["tflop"] / rate * 1e3, 1)
+        print(f"{name:18} {attention}, documents {case.documents or '1 to 12'}: {result['ms']:8.1f} ms "
+              f"({result['min_ms']:.1f}..{result['max_ms']:.1f}), limit {result['limit_ms']:.1f}, "
+              f"{result['peak_above_static_gib']:.2f} GiB above static, {result['tflop_s']} TFLOP/s "
+              f"({result['share_of_matmul_rate']:.0%}), first step {result['first_step_s']} s", file=sys.stderr, flush=True)
+        result["matmul_tflop_s_after"] = round(matmul_rate())
+        results.append(result)
+        if args.out:
+            with args.out.open("a") as lines:
+                lines.write(json.dumps(result) + "\n")
+    if args.profile:
+        print(kernel_times(case), file=sys.stderr, flush=True)
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--documents", type=int, default=1)
+    parser.add_argument("--documents", type=int, nargs="+", default=[1], help="0: 1 to 12, another number each step")
     parser.add_argument("--logits-mib", type=int, default=ObjectiveConfig().logits_mib)
     parser.add_argument("--activation-budget", type=float, default=1.0)
     parser.add_argument("--draw", type=Path, nargs=2, metavar=("LINES", "SVG"), help="draw the last sweep of a JSON lines file")
     parser.add_argument("--out", type=Path, help="each point's JSON line is appended here as soon as it is measured")
+    parser.add_argument("--attention", nargs="+", choices=("span", "flex"), default=["span"], help="each in turn, in one run")
+    parser.add_argument("--profile", action="store_true", help="print one step's device time by kernel")
     args = parser.parse_args()
     if args.draw:
         draw(last_sweep(args.draw[0]), args.draw[1])
@@ -255,10 +294,8 @@ def main() -> None:
     points = [("born from", {"S": 8192, "A": 512, "changes": {}}), *(sweep_points() if args.sweep else [])]
     results = []
     for name, point in points:
-        results.append(run_point(name, point, args, rate))
-        if args.out:
-            with args.out.open("a") as lines:
-                lines.write(json.dumps(results[-1]) + "\n")
+        for attention in args.attention:
+            results += run_point(name, point, attention, args, rate)
     print(json.dumps({"bench": "drafter_step", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
                       "matmul_tflop_s": round(rate), "results": results}))
 

@@ -31,6 +31,7 @@ from torch import Tensor  # noqa: E402
 from outrider.config import CheckpointConfig, GuardsConfig, OptimizerConfig  # noqa: E402
 from outrider.model.attention import dense_attention  # noqa: E402
 from outrider.model.drafter import Drafter, count_parameters  # noqa: E402
+from outrider.model.fused_attention import kernels_for  # noqa: E402
 from outrider.model.published import to_config  # noqa: E402
 from outrider.objective.frozen_head import frozen_head_loss  # noqa: E402
 from outrider.records import DrafterShape, FrozenHead  # noqa: E402
@@ -65,8 +66,10 @@ class Steps:
             for parameter in self.drafter.parameters():
                 parameter.normal_(std=parameter.shape[-1] ** -0.5) if parameter.dim() > 1 else parameter.fill_(1.0)
         self.optimizer = build_optimizer(self.drafter, OptimizerConfig())
-        self.road: Road = (FusedRoad(self.drafter, dtype=dtype, activation_budget=1.0) if CUDA
-                           else DenseRoad(self.drafter, dtype=dtype))
+        self.road: Road = DenseRoad(self.drafter, dtype=dtype)
+        if CUDA:
+            kernels = kernels_for(DEVICE, head_dim=shape.head_dim, dtype=dtype)
+            self.road = FusedRoad(self.drafter, kernels, dtype=dtype, activation_budget=1.0)
         self.embedding_VD = torch.randn(shape.vocab_size, shape.hidden_size, device=DEVICE, dtype=dtype)
         self.head = FrozenHead(torch.randn_like(self.embedding_VD).mul_(shape.hidden_size**-0.5), None)
         rows = random_rows(S, shape.vocab_size, 1, 1)

@@ -41,14 +41,14 @@ from outrider.layout.mask import visibility
 from outrider.model import tripwire
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
-from outrider.model.fused_attention import fused_attention
+from outrider.model.fused_attention import flex_kernels, fused_attention, kernels_for
 from outrider.model.fused_drafter import fused_twin
 from outrider.objective.losses import plain_loss
 from outrider.planner.gpus import parse_gpus
 from outrider.planner.job import job_of
 from outrider.planner.ledger import colocated
 from outrider.planner.target_shapes import read_target_shape
-from outrider.train import roads, step
+from outrider.train import step
 from outrider.train.masters import WholeMasters
 from outrider.train.meter import Stopwatch
 from outrider.train.optim import build_optimizer
@@ -169,13 +169,11 @@ def random_target(folder: Path, last_layer: int, *, fp8: bool) -> Target:
 
 @contextlib.contextmanager
 def supposing(suppositions: tuple[str, ...]) -> Iterator[None]:
-    """The real code with one part replaced by what goes wrong elsewhere."""
+    """The real code with the loss replaced by what goes wrong elsewhere; `open_road` replaces parts of the drafter."""
     with contextlib.ExitStack() as stack:
         if "plain-logits" in suppositions:
             stack.enter_context(patch.object(step, "frozen_head_loss", lambda hidden, blocks, head, *, budget_bytes:
                                              plain_loss(hidden, blocks, head)))
-        if "eager-mask" in suppositions:
-            stack.enter_context(patch.object(roads, "block_mask", eager_mask))
         yield
 
 
@@ -193,7 +191,12 @@ def open_road(resolved: Resolved, suppositions: tuple[str, ...]) -> Any:
         drafter = Drafter(resolved.shape, dense_attention)
     if settings.attention == "dense":
         return DenseRoad(drafter, dtype=dtype)
-    road = FusedRoad(drafter, dtype=dtype, activation_budget=settings.activation_budget)
+    kernels = kernels_for(torch.device("cuda"), head_dim=resolved.shape.head_dim, dtype=dtype)
+    if suppositions:  # what goes wrong elsewhere goes wrong with flex_attention
+        kernels = flex_kernels(torch.device("cuda"), head_dim=resolved.shape.head_dim)
+    if "eager-mask" in suppositions:
+        kernels = dataclasses.replace(kernels, mask=eager_mask)
+    road = FusedRoad(drafter, kernels, dtype=dtype, activation_budget=settings.activation_budget)
     if "unfused-attention" in suppositions:
         tripwire.remove()
         road.fused = fused_twin(drafter, lambda q, k, v, mask: fused_attention(q, k, v, mask, options={}), dtype=dtype,

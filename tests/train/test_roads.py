@@ -1,13 +1,18 @@
 """The fused road gives the dense road's loss and gradients, on packed rows with dropped blocks, and compiles once."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from outrider.errors import UserError
 from outrider.layout.anchors import draw_anchors
 from outrider.layout.blocks import build_blocks
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter, initialise
+from outrider.model.fused_attention import flex_kernels, kernels_for, span_kernels
 from outrider.objective.frozen_head import frozen_head_loss
 from outrider.objective.losses import plain_loss
 from outrider.records import FULL, SLIDING, DraftBlocks, DrafterShape, FrozenHead, LossTerms, TokenRows
@@ -57,15 +62,16 @@ def run(road: Road, drafter: Drafter, table: Tensor, loss: LossTerms, blocks: Dr
     return float(loss.loss_sum), gradients
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "K", "S", "A", "kinds", "budget"), [
-    (8, 8, 16, 512, 24, (FULL, FULL), 1.0),
-    (12, 4, 8, 333, 30, (FULL, SLIDING), 1.0),
-    (8, 2, 4, 1000, 63, (FULL, FULL), 1.0),
-    (8, 1, 16, 129, 13, (SLIDING, SLIDING), 1.0),
-    (12, 4, 8, 333, 30, (FULL, SLIDING), 0.3),
-], ids=["heads 8/8", "heads 12/4, window", "heads 8/2", "heads 8/1, window", "recomputed"])
+@pytest.mark.parametrize(("heads", "kv_heads", "K", "S", "A", "kinds", "budget", "attention"), [
+    (8, 8, 16, 512, 24, (FULL, FULL), 1.0, "best"),
+    (12, 4, 8, 333, 30, (FULL, SLIDING), 1.0, "best"),
+    (12, 4, 8, 333, 30, (FULL, SLIDING), 1.0, "flex"),
+    (8, 2, 4, 1000, 63, (FULL, FULL), 1.0, "best"),
+    (8, 1, 16, 129, 13, (SLIDING, SLIDING), 1.0, "best"),
+    (12, 4, 8, 333, 30, (FULL, SLIDING), 0.3, "best"),
+], ids=["heads 8/8", "heads 12/4, window", "heads 12/4, window, flex", "heads 8/2", "heads 8/1, window", "recomputed"])
 def test_loss_and_gradients(
-    heads: int, kv_heads: int, K: int, S: int, A: int, kinds: tuple[str, ...], budget: float
+    heads: int, kv_heads: int, K: int, S: int, A: int, kinds: tuple[str, ...], budget: float, attention: str
 ) -> None:
     """Judged against float64. Rounding to bf16 (2^-9 relative) at every product is what both bf16 roads do, at different
     places, so the fused road's error may be half as large again as autocast's, plus the 2^-9 of a gradient kept in bf16;
@@ -76,7 +82,9 @@ def test_loss_and_gradients(
     wide = Drafter(shape, dense_attention).cuda().double()
     wide.load_state_dict(drafter.state_dict())
     exact, autocast = DenseRoad(wide, dtype=torch.float64), DenseRoad(drafter, dtype=torch.bfloat16)
-    fused = FusedRoad(drafter, dtype=torch.bfloat16, activation_budget=budget)
+    device = drafter.norm.weight.device
+    kernels = kernels_for(device, head_dim=64, dtype=torch.bfloat16) if attention == "best" else flex_kernels(device, head_dim=64)
+    fused = FusedRoad(drafter, kernels, dtype=torch.bfloat16, activation_budget=budget)
     counters = torch._dynamo.utils.counters["stats"]
     for seed in range(ROWS):
         rows, blocks, features = random_case(shape, S, A, seed)
@@ -98,13 +106,17 @@ def test_loss_and_gradients(
     assert counters["unique_graphs"] == graphs, "fresh anchors and documents must not compile again"
 
 
-def test_self_test_passes_and_refuses() -> None:
+@pytest.mark.parametrize("name", ["span", "flex"])
+def test_self_test_passes_and_refuses(name: str) -> None:
     torch._dynamo.reset()
-    from outrider.errors import UserError
-    from outrider.model.fused_attention import attention_for
     shape, device = make_shape(8, 2, 16, (FULL, SLIDING)), torch.device("cuda")
-    good = attention_for(device, head_dim=64)
+    good = flex_kernels(device, head_dim=64) if name == "flex" else span_kernels(device, head_dim=64, dtype=torch.bfloat16)
+    if good is None:
+        pytest.skip("our own kernels need compute capability 9.0")
     check_fused_attention(shape, good, dtype=torch.bfloat16, device=device)
-    with pytest.raises(UserError, match="dV of the fused kernel is wrong"):
-        check_fused_attention(shape, lambda q, k, v, mask: good(q, k, v.detach() + 0.03 * (v - v.detach()), mask),
-                              dtype=torch.bfloat16, device=device)
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        return good.attention(q, k, v.detach() + 0.03 * (v - v.detach()), mask)
+
+    with pytest.raises(UserError, match=f"dV of the {name} kernel is wrong"):
+        check_fused_attention(shape, dataclasses.replace(good, attention=wrong), dtype=torch.bfloat16, device=device)

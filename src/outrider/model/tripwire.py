@@ -71,6 +71,14 @@ def check_no_modes(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> 
         raise DenseAttentionError(_sentence("flex_attention", query_shape, key_shape))
 
 
+def refuse_uncompiled(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> None:
+    """Raises DenseAttentionError: our own kernels, which hold no scores anywhere, were called outside torch.compile."""
+    raise DenseAttentionError(
+        f"attention was about to run outside torch.compile on queries {list(query_shape)} and keys {list(key_shape)}: its "
+        f"kernels would hold no scores, but every step around them would keep its own copies; {_reason()}"
+    )
+
+
 def _sentence(name: str, query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> str:
     B, H, Q, _ = query_shape
     N = key_shape[2]

@@ -9,6 +9,7 @@ here as its code keeps it; bench/ledger.py holds the bytes against a GPU's.
 from collections.abc import Iterator
 from dataclasses import replace
 
+from outrider.model.span_tiles import TILES
 from outrider.model.tripwire import PEAK_OVER_SCORES
 from outrider.planner import lines as at
 from outrider.planner.job import Job
@@ -153,6 +154,8 @@ def _working_in_layer(job: Job, i: int) -> Iterator[Line]:
                at.back_feed_forward(i))
     yield line("gradients of queries, attended", {"Q": Q, "H C": HC}, e, at.back_attention(i), at.back_attention(i), count=2)
     yield line("gradients of keys, values", {"N": N, "G C": GC}, e, at.back_attention(i), at.back_attention(i), count=2)
+    if job.road == "fused" and job.compute == "bfloat16" and d.head_dim in TILES:  # only on GPUs where our own kernels run
+        yield line("gradient of queries, summed", {"Q": Q, "H C": HC}, "float32", at.back_attention(i), at.back_attention(i))
     yield line("gradient of the context's keys, values", {"S": S, "2 G C": 2 * GC}, e, at.back_attention(i), at.BACK_CONTEXT)
     if job.road == "unfused":
         scores = {"B H": job.rows * d.num_heads, "Q": Q // job.rows, "N": N // job.rows}

@@ -11,11 +11,10 @@ from torch import Tensor
 from outrider.config import TrainConfig
 from outrider.errors import UserError
 from outrider.features.target import DTYPES
-from outrider.layout.block_mask import block_mask
 from outrider.layout.mask import dense_mask
 from outrider.model import tripwire
 from outrider.model.drafter import Drafter
-from outrider.model.fused_attention import attention_for
+from outrider.model.fused_attention import FusedKernels, kernels_for
 from outrider.model.fused_drafter import fused_twin
 from outrider.progress import say
 from outrider.records import DraftBlocks, TokenRows
@@ -68,13 +67,13 @@ class FusedRoad:
     `activation_budget`: share of the activations that may be kept for the backward, 1.0 for all that saves a product.
     """
 
-    def __init__(self, drafter: Drafter, *, dtype: torch.dtype, activation_budget: float) -> None:
+    def __init__(
+        self, drafter: Drafter, kernels: FusedKernels, *, dtype: torch.dtype, activation_budget: float
+    ) -> None:
         tripwire.install()
-        device = drafter.norm.weight.device
-        self.drafter, self.dtype = drafter, dtype
+        self.drafter, self.kernels, self.dtype = drafter, kernels, dtype
         self.fused = fused_twin(
-            drafter, attention_for(device, head_dim=drafter.shape.head_dim), dtype=dtype,
-            compile_part=partial(torch.compile, fullgraph=True, dynamic=False),
+            drafter, kernels.attention, dtype=dtype, compile_part=partial(torch.compile, fullgraph=True, dynamic=False)
         )
         # What an elementwise kernel of the backward can make again is never kept, even where a product then reads it from memory:
         # the normed inputs and silu(gate) * up, 430 of 1,390 MiB a layer in the born-from case
@@ -90,7 +89,7 @@ class FusedRoad:
         B, A, K = blocks.noise_ids_BAK.shape
         S = features_BSF.shape[1]
         tripwire.check_no_modes((B, shape.num_heads, A * K, shape.head_dim), (B, shape.num_kv_heads, S + A * K, shape.head_dim))
-        masks = {kind: block_mask(blocks, row_length=S, window=window) for kind, window in windows_of(shape).items()}
+        masks = {kind: self.kernels.mask(blocks, row_length=S, window=window) for kind, window in windows_of(shape).items()}
         inputs = (
             embed(blocks.noise_ids_BAK[:, :, 0]).to(self.dtype), embed(blocks.noise_ids_BAK[0, 0, 1]).to(self.dtype),
             features_BSF.to(self.dtype), self.fused.rotary(blocks.positions_BAK.flatten(1)), self.fused.rotary(rows.positions_BS),
@@ -123,5 +122,6 @@ def open_road(drafter: Drafter, settings: TrainConfig) -> Road:
     if device.type != "cuda":
         raise UserError(f"train.attention = 'fused': needs a CUDA device, train.device is '{device}', whose kernels have no "
                         "backward: use train.attention = 'dense'")
-    check_fused_attention(drafter.shape, attention_for(device, head_dim=drafter.shape.head_dim), dtype=dtype, device=device)
-    return FusedRoad(drafter, dtype=dtype, activation_budget=settings.activation_budget)
+    kernels = kernels_for(device, head_dim=drafter.shape.head_dim, dtype=dtype)
+    check_fused_attention(drafter.shape, kernels, dtype=dtype, device=device)
+    return FusedRoad(drafter, kernels, dtype=dtype, activation_budget=settings.activation_budget)
