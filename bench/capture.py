@@ -231,6 +231,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--toy", action="store_true")
     options = parser.parse_args()
+    if not (options.toy or torch.cuda.is_available()):
+        print(json.dumps({"bench": "capture", "skipped": "needs a CUDA GPU (or --toy)"}))
+        return
     device = torch.device("cpu" if options.toy else "cuda")
     guards.lock_autotuner()
     if options.check:

@@ -175,7 +175,7 @@ def attention() -> None:
 
 def main() -> None:
     if not torch.cuda.is_available():
-        print(json.dumps({"skipped": "needs a CUDA GPU"}))
+        print(json.dumps({"bench": "capture_parts", "skipped": "needs a CUDA GPU"}))
         return
     torch.ones(16, 16, device="cuda", dtype=torch.bfloat16) @ torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
     products(CublasLt())
