@@ -1,5 +1,6 @@
 """Packed capture: equal to every document run alone by transformers itself, at every layer, in every family; no leak."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,12 @@ def test_a_lost_boundary_is_seen(family: str) -> None:
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(UserError, match=r"caps the scores.*use features\.documents = \"apart\""):
         PackedCapture(family_target("gemma2"), ALL, compiled=False)
+    target = family_target("llama")
+    for kind, sentence in (("chunked_attention", "its kind is chunked_attention"), ("sliding_attention", "sees a window")):
+        target.facts = replace(target.facts, layer_kinds=("full_attention", kind) * (LAYERS // 2))
+        with pytest.raises(UserError, match=sentence):
+            PackedCapture(target, ALL, compiled=False)
+        PackedCapture(target, (0,), compiled=False)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

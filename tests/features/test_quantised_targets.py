@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from test_source import opened
 from torch import Tensor
 from toys import random_rows, save_toy
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from outrider.errors import UserError
 from outrider.features.capture import capture
@@ -163,3 +164,15 @@ def test_a_library_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "awq" / "config.json").write_text(json.dumps({**facts, "quantization_config": awq}))
     with pytest.raises(UserError, match=r"the weights cannot be loaded: Loading an AWQ quantized model requires gptqmodel"):
         loaded(tmp_path / "awq")
+
+
+def test_kernels_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers asks for FP8's on a GPU, in the first forward."""
+    save_toy(tmp_path, "llama", seed=0, dtype=torch.bfloat16, layers=6, tie=False)
+
+    def asks(module: object, *args: object, **options: object) -> None:
+        raise ImportError("fp8 needs the kernels package: pip install kernels\nmore")
+
+    monkeypatch.setattr(LlamaMLP, "forward", asks)
+    with pytest.raises(UserError, match=r"its layers cannot run here: fp8 needs the kernels package: pip install kernels$"):
+        loaded(tmp_path)

@@ -27,6 +27,7 @@ from outrider.records import Features, TokenRows
 ATTENTION = "outrider_packed"
 DELTA_NET_PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "A_log", "dt_bias", "norm", "out_proj")
 SWIGLU_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
+KINDS = ("full_attention", "sliding_attention", "linear_attention")  # a mask of another kind would be lost without a word
 
 
 def _attention(
@@ -104,8 +105,8 @@ class PackedCapture:
         self.target, self.layer_ids = target, layer_ids
         self._parts: list[tuple[nn.Module, str, nn.Module]] = []  # layer, name of its part, what stands in for it
         self._forwards: list[tuple[nn.Module, Any]] = []
-        for layer in target.layers[: max(layer_ids) + 1]:
-            check_can_pack(layer, target)
+        for layer, kind in zip(target.layers[: max(layer_ids) + 1], target.facts.layer_kinds, strict=False):
+            check_can_pack(layer, kind, target)
             if hasattr(layer, "linear_attn"):
                 self._parts.append((layer, "linear_attn", PackedDeltaNet(layer.linear_attn)))  # type: ignore[arg-type]
             if all(hasattr(layer.mlp, part) for part in SWIGLU_PARTS):
@@ -181,16 +182,20 @@ def documents_end_to_end(document_ids_BS: Tensor) -> tuple[Tensor, Tensor]:
     return lengths_N, torch.arange(B * S) - starts_N.repeat_interleave(lengths_N)
 
 
-def check_can_pack(layer: nn.Module, target: Target) -> None:
-    """Raises UserError when documents side by side would not stay apart, or not be fast, in this layer."""
+def check_can_pack(layer: nn.Module, kind: str, target: Target) -> None:
+    """Raises UserError when documents side by side would not stay apart, or not be fast, in this layer of this `kind`."""
     name = type(layer).__name__
-    if hasattr(layer, "linear_attn"):
+    if kind not in KINDS:
+        why = f"its kind is {kind}, and the packed kernels know {', '.join(KINDS)}"
+    elif hasattr(layer, "linear_attn"):
         absent = [part for part in DELTA_NET_PARTS if not hasattr(layer.linear_attn, part)]
         why = f"its linear attention has no {', '.join(absent)}" if absent else ""
     elif not hasattr(layer, "self_attn"):
         why = "it has neither self_attn nor linear_attn"
     elif getattr(layer.self_attn, "attn_logit_softcapping", None) is not None:
         why = "its attention caps the scores, which the packed kernel does not"
+    elif kind == "sliding_attention" and getattr(layer.self_attn, "sliding_window", None) is None:
+        why = "its attention sees a window, and does not say how wide"
     else:
         why = ""
     if not why and target.device.type == "cuda" and target.dtype == torch.float32:

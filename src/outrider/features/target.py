@@ -221,7 +221,10 @@ def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, h
     # generate() would mix the published sampling defaults (a repetition penalty, a top_k) into what we call greedy or sampled
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     target = Target(model, facts)
-    check_head(target)
+    try:
+        check_head(target)
+    except ImportError as error:  # quantised layers ask for their kernels when they first run
+        raise UserError(f"target.path = {path!r}: its layers cannot run here: {first_line(error)}") from error
     if not head:
         target.drop_head()
     return target
