@@ -103,6 +103,7 @@ def evaluation_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ceiling = f", {given['block_size']} the ceiling" if "block_size" in given else ""
     rows: list[tuple[str, ...]] = [
         ("accepted length tau", f"{result['tau']:.3f} tokens per target forward (1 is no help{ceiling})"),
+        ("draft tokens accepted", f"{share(result.get('acceptance_rate'))} of those verified"),
         ("with the drafter", f"{result['tokens_per_s']:.1f} tokens/s"),
     ]
     if result["speedup"] is None:

@@ -30,6 +30,7 @@ def test_counts_are_the_servers_own(name: str) -> None:
         result = measure(name, url, baseline, concurrency=2)
     assert (result["forwards"], result["drafted"], result["accepted"]) == (11, 33, 11)  # 4 + 2 + 5, not the warm-up, not before
     assert result["tau"] == 2.0
+    assert result["acceptance_rate"] == 11 / 33
     assert result["tokens"] == 25
     assert result["identical"] is True
     assert result["speedup"] == pytest.approx(result["tokens_per_s"] / result["baseline_tokens_per_s"])

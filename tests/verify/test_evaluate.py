@@ -12,7 +12,7 @@ from toys import VOCAB, toy_shape
 from outrider.errors import UserError
 from outrider.features.target import Target
 from outrider.verify.decode import Cycle, Decoded, Decoder, target_alone
-from outrider.verify.evaluate import Trial, by_bins, evaluate
+from outrider.verify.evaluate import Trial, acceptance_rate, by_bins, evaluate
 from outrider.verify.page import EVALUATION_NAME, check_page, markdown, write_page
 from outrider.verify.sampling import DecodeOptions
 
@@ -43,6 +43,7 @@ def test_the_fixed_keys_and_the_conditions(toy_target: ToyTarget) -> None:
         "device", "torch", "threads", "baseline", "batch_sizes", "execution"}
     assert result["conditions"]["kinds"] == {"a": 2, "b": 1}
     assert result["accuracy"] is None
+    assert 0 <= result["acceptance_rate"] < 1
 
 
 def test_each_batch_size_has_its_speed_and_the_same_texts(toy_target: ToyTarget) -> None:
@@ -105,6 +106,13 @@ def test_right_answers_are_counted_on_both_sides(toy_target: ToyTarget) -> None:
     result = measure(toy_target("llama"), trial=trial, kinds=["a", "b", "b"])
     assert result["accuracy"] == {"drafted": 0.5, "alone": 0.5}
     assert (result["by_kind"]["a"]["accuracy"], result["by_kind"]["b"]["accuracy"]) == (1.0, 0.0)
+
+
+def test_the_rate_is_of_what_was_verified() -> None:
+    """The prompt's own forward drafts nothing; the last draft was cut to one slot."""
+    text = Decoded([0] * 7, (Cycle((), 1, 0), Cycle((1, 1), 2, 3), Cycle((), 2, 3), Cycle((1,), 2, 1)), 1.0)
+    assert acceptance_rate([text, text]) == 3 / 7
+    assert acceptance_rate([Decoded([0], (Cycle((), 1, 0),), 1.0)]) is None
 
 
 def test_bins_hold_sums() -> None:

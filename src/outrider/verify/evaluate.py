@@ -85,6 +85,7 @@ def evaluate(
         "tau": report.tau,
         "acceptance_by_slot": report.acceptance_by_slot,
         "survival_by_slot": report.survival_by_slot,
+        "acceptance_rate": acceptance_rate(ours.texts) if not options.tree_budget else None,
         **{key: speed[key] for key in ("identical", "first_difference", "speedup", "tokens_per_s", "baseline_tokens_per_s",
                                        "seconds", "baseline_seconds")},
         "tokens": report.tokens,
@@ -180,6 +181,12 @@ def _one_kind(kind: str, kinds: Sequence[str], texts: Sequence[Decoded], K: int,
     return {"prompts": len(chosen), "tau": report.tau, "tokens": sum(len(texts[i].tokens) for i in chosen),
             "mean_answer_tokens": sum(len(texts[i].tokens) for i in chosen) / len(chosen),
             "acceptance_by_slot": report.acceptance_by_slot, "accuracy": _share_right(grade, {i: texts[i] for i in chosen})}
+
+
+def acceptance_rate(texts: Sequence[Decoded]) -> float | None:
+    """The share of the draft tokens verified that were accepted, as engines count it; None where none was drafted."""
+    drafted = sum(cycle.drafted for text in texts for cycle in text.cycles[1:])
+    return sum(sum(text.runs) for text in texts) / drafted if drafted else None
 
 
 def _accuracy(grade: Grade | None, ours: Side, alone: Side) -> dict[str, float | None] | None:

@@ -94,7 +94,8 @@ def _result(parts: Sequence[Part], *, greedy: bool, grade: Grade | None) -> dict
     answers = _in_order(parts, "answers")
     tokens = sum(len(answer.tokens) for answer in answers.values())
     result: dict[str, Any] = {
-        "tau": _tau(counts), "acceptance_by_slot": _conditional(counts), "identical": None, "first_difference": None,
+        "tau": _tau(counts), "acceptance_rate": _acceptance_rate(counts), "acceptance_by_slot": _conditional(counts),
+        "identical": None, "first_difference": None,
         "speedup": None, "tokens_per_s": tokens / seconds, "baseline_tokens_per_s": None, "seconds": seconds,
         "baseline_seconds": None, "tokens": tokens,
         "forwards": counts.forwards, "drafted": counts.drafted, "accepted": counts.accepted, "accuracy": None,
@@ -165,6 +166,10 @@ def _sum(counted: Sequence[ServerAnswer] | Sequence[ServerCounts]) -> ServerCoun
 
 def _tau(counts: ServerCounts) -> float:
     return 1 + counts.accepted / counts.forwards if counts.forwards else 1.0
+
+
+def _acceptance_rate(counts: ServerCounts) -> float | None:
+    return counts.accepted / counts.drafted if counts.drafted else None
 
 
 def _conditional(counts: ServerCounts) -> list[float] | None:
