@@ -338,7 +338,7 @@ def report(given: argparse.Namespace, engines: Engines, found: Tables, seconds: 
         "llama.cpp does not verify draft tokens for which the limit leaves no room, so its last drafts are shorter; none of "
         "those would have been kept.", "",
         table(head, found.even), "",
-        *(FAULT.format(count=len(found.faulty), texts=sum(row[3] for row in found.even)).splitlines() if given.vllm else []),
+        *(FAULT.format(count=len(found.faulty), texts=sum(row[3] for row in found.even)).split("\n") if given.vllm else []),
         "## Texts that end inside a forward, at a limit or at a stop token", "",
         "The texts are the same, the counters are not, and every one is foreseen from our decoder's run: we and z-lab count the "
         "tokens kept (here: tokens given, less one a forward), vLLM counts what was accepted beyond the end too, llama.cpp "
@@ -348,8 +348,8 @@ def report(given: argparse.Namespace, engines: Engines, found: Tables, seconds: 
         "## The other causality in the same drafter's files", "",
         "Slots of a full layer see their whole block, those of a sliding one the slots up to their own. A drafter that is always "
         "right does not tell these apart; the half-trained ones do: with the other word in the file (`is_causal`, "
-        "`dflash.attention.causal`) every engine accepts another number of tokens, all the same one, and the text stays the "
-        "target's. Ours has no word for a sliding drafter that is not causal; vLLM's fault shows here too.", "",
+        "`dflash.attention.causal`) every engine accepts another number of tokens, and the text stays the target's. Ours has no "
+        "word for a sliding drafter that is not causal, so vLLM's count there is held against nothing.", "",
         table(["layers", "drafter", "accepted, as trained", "accepted, the other word", "as plain greedy"], found.causal), "",
     ])
 
