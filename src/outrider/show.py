@@ -263,12 +263,22 @@ def _show_device(console: Console, plan: Mapping[str, Any], device: Mapping[str,
 
 
 REMEDIES_SHOWN, SURPRISES_SHOWN = 6, 8
+SOUND = {True: "ok", False: "NO", None: "-"}
 ANSWERS = {True: "no", False: "YES", None: "not stated"}
 
 
 def gib(size: int | None) -> str:
     """Bytes as GiB, or a dash."""
     return "-" if size is None else f"{size / GIB:.2f}"
+
+
+def show_doctor(result: Mapping[str, Any]) -> None:
+    """The machine's findings, or the diagnosis of a crash."""
+    if "cause" in result:
+        return show_diagnosis(result)
+    console = wide_console()
+    _show_table(console, "", (), [(check["name"], SOUND[check["ok"]], check["message"]) for check in result["checks"]])
+    console.print("sound" if result["ok"] else "NOT sound: see above", highlight=False)
 
 
 def show_diagnosis(result: Mapping[str, Any]) -> None:

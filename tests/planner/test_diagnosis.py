@@ -198,6 +198,25 @@ def test_what_the_plan_missed_is_missed_again(born_from: Job, tmp_path: Path) ->
     used = [{way.set: way.used_bytes for way in found.remedies} for found in (as_planned, above)]
     assert used[1]["--set optimizer.state=8bit"] == used[0]["--set optimizer.state=8bit"] + 5 * GIB
     assert "5.00 GiB that the plan missed" in above.note
+    room = next(way.used_bytes for way in as_planned.remedies if way.set == "--set optimizer.state=8bit")
+    assert room is not None
+    for extra, ok in ((0, True), (2**20, False)):
+        tight = record_of(tmp_path / "oom.json", born_from, requested=GIB, allocated=full + extra, allowed_bytes=room)
+        found = diagnose_record(tight)
+        assert next(way.fits for way in found.remedies if "optimizer.state=8bit" in way.set) is ok
+
+
+def test_what_others_hold_is_not_there_for_the_ways_out(born_from: Job) -> None:  # noqa: F811
+    """The run of the log would fit the whole card; beside the other process's bytes it does not."""
+    log = read_log(LOGS / "process-server.log")
+    assert log.capacity is not None
+    held = sum(used for _, used in log.others)
+    found = diagnose_log(log, born_from, ("capture", "learn"))
+    assert found.causes[0].name == "another process"
+    sized = [way for way in found.remedies if way.used_bytes is not None]
+    assert sized
+    assert all(way.fits == (way.used_bytes <= log.capacity - held) for way in sized if way.used_bytes)
+    assert any(log.capacity - held < way.used_bytes <= log.capacity for way in sized if way.used_bytes)
 
 
 @pytest.mark.parametrize(("options", "way"), [
@@ -262,7 +281,7 @@ def test_the_command_reads_a_record(born_from: Job, tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize(("options", "message_"), [
     ({"record": Path("x"), "log": Path("y")}, "--record x: it holds its run's settings"),
-    ({}, "--record or --log: name what the run left"), ({"log": Path("nowhere.log")}, "nowhere.log: the log is missing"),
+    ({"log": Path("nowhere.log")}, "nowhere.log: the log is missing"),
     ({"record": Path("nowhere.json")}, "record is missing"),
 ])
 def test_bad_words(options: dict[str, Any], message_: str) -> None:

@@ -123,3 +123,22 @@ def test_long_series_are_averaged_without_losing_their_spread() -> None:
 def test_the_same_numbers_give_the_same_bytes() -> None:
     series = {"a": ([1.0, 2.0], [3.0, 5.0]), "b": ([1.0], [2.0])}
     assert lines(series, x="step", y="y") == lines(series, x="step", y="y")
+
+
+def test_the_memory_as_predicted_and_measured(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", [training_line(1), training_line(2)])
+    report(run)
+    assert "Memory" not in Outline((run / "report.html").read_text(encoding="utf-8")).text
+    facts = {"card": "a <card>", "allowed_bytes": 94 * 2**30, "predicted_bytes": 78 * 2**30, "measured_bytes": 80 * 2**30,
+             "peak_phase": "update", "by_phase": {"load": 70 * 2**30, "update": 78 * 2**30},
+             "groups_at_peak": {"optimizer": 60 * 2**30, "gradients": 18 * 2**30}}
+    (run / "memory.json").write_text(json.dumps(facts), encoding="utf-8")
+    report(run)
+    text = Outline((run / "report.html").read_text(encoding="utf-8")).text
+    for told in ("78.00 GiB (-2.5%), in 'update'", "80.00 GiB, in a step of the worst rows", "a <card>, 94.0 GiB allowed", "load",
+                 "measured peak", "optimizer"):
+        assert told in text
+    for damaged in ("{", "[]", json.dumps(facts | {"by_phase": 3}), json.dumps(facts | {"measured_bytes": "x"})):
+        (run / "memory.json").write_text(damaged, encoding="utf-8")
+        report(run)
+        assert "memory.json could not be read" in (run / "report.html").read_text(encoding="utf-8")

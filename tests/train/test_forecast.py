@@ -15,6 +15,7 @@ from outrider.config import RunConfig
 from outrider.data.rows import load_rows
 from outrider.errors import UserError
 from outrider.features.facts import read_facts
+from outrider.files import read_json
 from outrider.planner.ledger import capturer, learner
 from outrider.train import rehearsal
 from outrider.train.forecast import Card, Forecast, foresee
@@ -112,6 +113,8 @@ def test_a_rehearsed_run_is_the_run_without_it(
     assert forecast is not None
     assert result["peak_bytes_predicted"] == forecast.ledger.peak_bytes
     shown = capsys.readouterr().err
+    kept = read_json(rehearsed.train.folder / "memory.json", what="memory")
+    assert kept["predicted_bytes"] == kept["by_phase"][kept["peak_phase"]] == sum(kept["groups_at_peak"].values())
     assert re.search(r"memory: predicted \d+\.\d\d GiB at the peak, in '.+', measured 0\.00 GiB in a step of the worst", shown)
 
 

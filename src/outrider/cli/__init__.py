@@ -156,27 +156,31 @@ def train(
     return result
 
 
-@functools.partial(verb, display=show.show_diagnosis)
+@functools.partial(verb, display=show.show_doctor)
 def doctor(
+    run_file: Annotated[Path | None, typer.Argument(help="A run file (TOML): what was found is told for this run.")] = None,
     record: Annotated[Path | None, typer.Option(help="out_of_memory.json, left by a run that ended in an out-of-memory.")] = None,
     log: Annotated[Path | None, typer.Option(help="What a run printed, a traceback at least; of any trainer.")] = None,
     run: Annotated[Path | None, typer.Option(help="With --log: the run file (TOML), for ledger lines and ways out.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the run file; repeatable.")] = None,
     row_length: Annotated[int | None, typer.Option(help="Tokens a row; by default that of the prepared rows, else 8192.")] = None,
 ) -> dict[str, Any]:
-    """Say why memory ran out, in the lines of the ledger, and which settings fit.
+    """Say whether this machine is sound for a run; or why memory ran out (--record, --log), and which settings fit.
 
     Example: outrider doctor --log train.log --run run.toml
     """
-    from outrider.cli.diagnosis import explain_log, explain_record
+    from outrider.cli.diagnosis import explain_log, explain_record, look_at_machine
 
-    if record is not None and not (log is None and run is None):
-        raise UserError(f"--record {record}: it holds its run's settings: leave --log and --run out")
+    if run is not None and run_file is not None:
+        raise UserError(f"--run {run}: {run_file} is named as the run file too: name one")
+    given = run or run_file
+    if record is not None and not (log is None and given is None):
+        raise UserError(f"--record {record}: it holds its run's settings: leave --log and the run file out")
     if record is not None:
         return explain_record(record)
-    if log is None:
-        raise UserError("--record or --log: name what the run left: the out_of_memory.json in its folder, or what it printed")
-    return explain_log(log, run, settings or (), row_length)
+    if log is not None:
+        return explain_log(log, given, settings or (), row_length)
+    return look_at_machine(given, settings or (), row_length)
 
 
 @functools.partial(verb, display=show.show_evaluation)

@@ -76,8 +76,7 @@ def open_kernel_cache(folder: Path | None) -> Path:
     kernels are compiled. Raises UserError when the folder cannot be written or lies on a network mount, where Triton's files
     vanish or are busy.
     """
-    named = os.environ.get("TRITON_CACHE_DIR")
-    place = folder / "triton" if folder is not None else Path(named) if named else _own_folder() / "triton"
+    place = kernel_cache_place(folder)
     kind = file_system_of(place)
     if kind in NETWORK_FILE_SYSTEMS:
         raise UserError(f"features.kernel_cache: {place} lies on a network mount ({kind}), where kernel caches break: name a "
@@ -91,6 +90,12 @@ def open_kernel_cache(folder: Path | None) -> Path:
     os.environ["TRITON_CACHE_DIR"] = str(place)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place.parent / "inductor"))
     return place
+
+
+def kernel_cache_place(folder: Path | None) -> Path:
+    """Where `open_kernel_cache` has the cache for this `folder`."""
+    named = os.environ.get("TRITON_CACHE_DIR")
+    return folder / "triton" if folder is not None else Path(named) if named else _own_folder() / "triton"
 
 
 def _own_folder() -> Path:

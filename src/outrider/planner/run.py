@@ -1,6 +1,6 @@
 """Takes a run file's config and cards, gives what `outrider plan` prints and returns; loads no weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from outrider.config import RunConfig
@@ -108,9 +108,13 @@ def _line(line: Line) -> dict[str, Any]:
 
 def groups(device: DevicePlan) -> dict[str, int]:
     """What stands on the card at its peak, by what a person would call it, in bytes."""
+    return grouped([*device.ledger.at_peak(), *(line for line in device.ledger.lines if not line.inside)])
+
+
+def grouped(lines: Iterable[Line]) -> dict[str, int]:
+    """Bytes of lines by their kind, largest first."""
     found: dict[str, int] = {}
-    outside = [line for line in device.ledger.lines if not line.inside]
-    for line in [*device.ledger.at_peak(), *outside]:
+    for line in lines:
         found[group_of(line.name)] = found.get(group_of(line.name), 0) + line.bytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 

@@ -79,8 +79,19 @@ def time_line(spans: Sequence[Span]) -> str:
     return _svg(figure)
 
 
-def _figure(x: str, y: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
+def levels(values: Mapping[str, float], marks: Mapping[str, float], *, x: str) -> str:
+    """One bar a name, the first on top; `marks` are lines across all of them."""
+    figure, axes = _figure(x, "", height=1.2 + 0.22 * len(values))
+    axes.barh(list(values), list(values.values()), color=COLOURS[0])
+    axes.invert_yaxis()
+    for (name, at), colour in zip(marks.items(), COLOURS[1:], strict=False):
+        axes.axvline(at, color=colour, label=name)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    return _svg(figure)
+
+
+def _figure(x: str, y: str, *, height: float = 3.2) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8, height), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel(x)
     axes.set_ylabel(y)

@@ -10,6 +10,7 @@ from typing import Any
 from outrider.errors import UserError
 from outrider.files import write_atomic
 from outrider.report.drawings import Series, by_slot, lines, stacked
+from outrider.report.memory import memory
 from outrider.report.page import Section, note, page, table, verbatim
 from outrider.report.timeline import traced
 
@@ -39,7 +40,8 @@ def report(run: Path, out: Path | None = None) -> dict[str, Any]:
     """
     metrics = read_metrics(run)
     resolved = _text(run / RESOLVED_NAME)
-    sections = [_summary(metrics), _accepted(metrics), _learning(metrics), _time(metrics), traced(run), _incidents(metrics),
+    sections = [_summary(metrics), _accepted(metrics), _learning(metrics), _time(metrics), traced(run), memory(run),
+                _incidents(metrics),
                 Section("Settings", [note("The run file with every default and derived value."), verbatim(resolved)])]
     destination = out or run / "report.html"
     text = page(f"Run {run.resolve().name}", sections)

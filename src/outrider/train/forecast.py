@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -10,12 +11,13 @@ from outrider.features.eight_bit import LEAST_CAPABILITY
 from outrider.planner.job import Job
 from outrider.planner.ledger import DeviceLedger, capturer, colocated, host, learner, ledger_of
 from outrider.planner.plan import nearest_that_fits
-from outrider.planner.run import job_from, telling_line
+from outrider.planner.run import grouped, job_from, telling_line
 from outrider.progress import say
 from outrider.train.placement import Devices
 from outrider.train.resolve import Resolved
 
 GIB = 2**30
+MEMORY_NAME = "memory.json"  # in the run's folder
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,15 @@ class Forecast:
         predicted, measured = self.ledger.peak_bytes, self.card.peak_bytes()
         return (f"memory: predicted {predicted / GIB:.2f} GiB at the peak, in '{self.ledger.peak_phase}', measured "
                 f"{measured / GIB:.2f} GiB in a step of the worst rows ({predicted / measured - 1:+.1%})")
+
+
+    def facts(self) -> dict[str, Any]:
+        """Predicted against measured, and what the predicted peak is made of, bytes; as `outrider report` draws it."""
+        return {
+            "card": self.card.name, "allowed_bytes": self.card.allowed_bytes, "predicted_bytes": self.ledger.peak_bytes,
+            "measured_bytes": self.card.peak_bytes(), "peak_phase": self.ledger.peak_phase, "by_phase": self.ledger.by_phase,
+            "groups_at_peak": grouped(self.ledger.at_peak()),
+        }
 
 
 def foresee(resolved: Resolved, devices: Devices, card_of: CardOf, *, row_length: int, replicas: int) -> Forecast | None:

@@ -11,13 +11,13 @@ import torch
 from outrider.config import RunConfig
 from outrider.errors import UserError
 from outrider.features.target import Target
-from outrider.files import only_writer
+from outrider.files import only_writer, write_json
 from outrider.model.drafter import Drafter
 from outrider.progress import ProgressBar, say
 from outrider.records import AcceptReport
 from outrider.train.checkpoint import list_checkpoints
 from outrider.train.feed import agree_on_bad_rows, micro_batches, rows_after
-from outrider.train.forecast import CardOf, card_of
+from outrider.train.forecast import MEMORY_NAME, CardOf, card_of
 from outrider.train.incidents import logits_bytes, look_at, skip
 from outrider.train.initial import OpenInitial
 from outrider.train.masters import whole_drafter
@@ -73,6 +73,8 @@ def _train(
             with recorded(run, watch):
                 rehearse(run, watch)
             say(run.forecast.compared())
+            if processes.leads:
+                write_json(run.folder / MEMORY_NAME, run.forecast.facts())
         stopped = _iterate(run, stops, bar, check, watchdog)
     run.metrics.tracker.close()
     if stopped and stopped not in stops.reasons:

@@ -17,7 +17,7 @@ from outrider.planner.lines import BYTES, Line
 MIB, GIB = 2**20, 2**30
 # torch's allocator asks the driver for 2 MiB on behalf of any tensor up to 1 MiB, for 20 MiB up to 10 MiB, and above that in
 # steps of 2 MiB; its message states that, with two decimals
-SMALL, SMALL_SEGMENT, LARGE, LARGE_SEGMENT, STEP = MIB, 2 * MIB, 10 * MIB, 20 * MIB, 2 * MIB
+LARGE_SEGMENT, STEP = 20 * MIB, 2 * MIB
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,11 @@ class Match:
     bytes: int
 
 
-def segment_bytes(tensor_bytes: int) -> int:
-    """What the allocator asks the driver for, for a tensor that fits into nothing it holds."""
-    if tensor_bytes <= SMALL:
-        return SMALL_SEGMENT
-    return LARGE_SEGMENT if tensor_bytes < LARGE else -(-tensor_bytes // STEP) * STEP
-
-
 def is_size(tensor_bytes: int, stated: int) -> bool:
-    """Could a message that states `stated` bytes (rounded to two decimals of its unit) have been for this tensor?"""
+    """Could a message that states `stated` bytes (rounded to two decimals of its unit) have been for this tensor, of more than
+    10 MiB?"""
     slack = 0.0051 * (GIB if stated >= GIB else MIB)
-    return min(abs(tensor_bytes - stated), abs(segment_bytes(tensor_bytes) - stated)) <= slack
+    return min(abs(tensor_bytes - stated), abs(-(-tensor_bytes // STEP) * STEP - stated)) <= slack
 
 
 def find_lines(job: Job, ledger: DeviceLedger, stated: int, *, phases: Collection[str], names: tuple[str, ...]) -> list[Match]:
