@@ -25,7 +25,7 @@ from outrider.demo.target import MASK_TOKEN_ID, WHEEL, build_target
 from outrider.features.target import load_target, load_tokenizer
 from outrider.progress import ProgressBar, say
 from outrider.verify.decode import Decoder
-from outrider.verify.execution import EAGER, GRAPH
+from outrider.verify.execution import COMPILED, EAGER
 from outrider.verify.sampling import DecodeOptions
 
 MODULES = (
@@ -45,7 +45,10 @@ SUBJECTS = (
     "photosynthesis,inflation,gravity,volcanoes,the French Revolution,vaccines,black holes,recursion,the water cycle,jazz,"
     "climate change,the stock market,DNA,earthquakes,the Roman Empire,bread baking,time zones,renewable energy,sleep,"
     "the human heart,electric cars,ocean currents,democracy,poetry,urban planning,compound interest,antibiotics,tea,"
-    "glaciers,satellites,the printing press,insurance,coral reefs,typography,marathon training,gardening"
+    "glaciers,satellites,the printing press,insurance,coral reefs,typography,marathon training,gardening,Hawaii,chess,"
+    "bridges,honey bees,supply and demand,the moon,public libraries,cheese,cryptography,migration of birds,opera,tides,"
+    "solar panels,the alphabet,sharks,minimum wages,online privacy,remote work,train travel,the Silk Road,deserts,dreams,"
+    "yoga,fossils,rainbows,elections,soil,robots,paper,the immune system,maps,fashion,museums,rivers,sugar,clocks"
 )
 FORMS = (
     "Write a short story about {0}.",
@@ -58,6 +61,10 @@ FORMS = (
     "Summarise the history of {0} in three sentences.",
     "Write a polite email asking a colleague for material about {0}.",
     "Describe {0} in a blog post with headings.",
+    "You are a teacher. Outline a lesson on {0}.",
+    "What would happen if there were no {0}? Give your reasons.",
+    "Compare {0} with something that it is often confused with.",
+    "Give three common mistakes that people make about {0}, and put each right.",
 )
 SUMS = (
     "{a} has {p} {x}. {b} gives {a} {q} more each day for {r} days. How many {x} does {a} have now?",
@@ -95,14 +102,14 @@ max_hours = {hours}
 def prompts(count: int) -> list[str]:
     """`count` different prompts, shuffled, the same each time for one Python release."""
     rng = random.Random(0)
-    found = [str(one["prompt"]) for one in make_prompts(360, seed=5, exclude=set())]
+    found = [str(one["prompt"]) for one in make_prompts(720, seed=5, exclude=set())]
     for module in MODULES.split():
         for name, thing in sorted(vars(importlib.import_module(module)).items()):
             what = (inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " ") if callable(thing) else ""
             if 30 < len(what) < 400 and not name.startswith("_"):
-                found += [form.format(name=name, module=module, what=what) for form in rng.sample(CODE, 2)]
+                found += [form.format(name=name, module=module, what=what) for form in rng.sample(CODE, 3)]
     found += [form.format(subject) for subject in SUBJECTS.split(",") for form in FORMS]
-    for _ in range(700):
+    for _ in range(3000):
         a, b = rng.sample(["Ann", "Ben", "Cara", "Dan", "Eva", "Finn"], 2)
         thing = rng.choice(["apples", "books", "coins", "pencils", "eggs", "cards"])
         numbers = {"p": rng.randint(3, 60), "q": rng.randint(2, 12), "r": rng.randint(2, 9)}
@@ -112,25 +119,31 @@ def prompts(count: int) -> list[str]:
     return found[:count]
 
 
-def answer(folder: Path, asked: list[str], *, dtype: str, device: str, batch: int, tokens: int) -> None:
-    """The target's greedy answers, as rows of token ids that `outrider prepare` reads."""
+def answer(folder: Path, asked: list[str], *, dtype: str, device: str, batch: int, tokens: int, seconds: float) -> dict[str, int]:
+    """The target's greedy answers, as rows of token ids that `outrider prepare` reads; no batch begins after `seconds`."""
     tokenizer = load_tokenizer(str(folder / "target"))
     target = load_target(str(folder / "target"), dtype=dtype, device=device, last_layer=None, head=True)
     template = chat_format(tokenizer, stop_token_ids=(), template_options={})
     ids = sorted((render_prompt(({"role": "user", "content": text},), chat=template, where="prompt") for text in asked), key=len)
     options = DecodeOptions.greedy(max_new_tokens=tokens, stop_ids=tuple(target.stop_ids(tokenizer)))
     decoder = Decoder(
-        target, None, options, rows=batch, longest=max(map(len, ids)), execution=GRAPH if device == "cuda" else EAGER
+        target, None, options, rows=batch, longest=max(map(len, ids)), execution=COMPILED if device == "cuda" else EAGER
     )
     records = []
+    starts = list(range(0, len(ids), batch))
+    random.Random(2).shuffle(starts)  # the time may end before the prompts do
+    began = time.monotonic()
     with ProgressBar("answers", total=len(ids), unit="answers") as bar:
-        for start in range(0, len(ids), batch):
+        for start in starts:
+            if time.monotonic() - began > seconds:
+                break
             texts = decoder.decode(ids[start : start + batch], seeds=[0] * len(ids[start : start + batch]), stops=None)
             for prompt, text in zip(ids[start:], texts, strict=False):
                 records.append({"input_ids": [*prompt, *text.tokens], "loss_mask": [0] * len(prompt) + [1] * len(text.tokens)})
             bar.advance(len(texts))
     random.Random(1).shuffle(records)
     (folder / "answers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return {"answers": len(records)}
 
 
 def main() -> None:
@@ -140,6 +153,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompts", type=int, default=2048)
     parser.add_argument("--answer-tokens", type=int, default=160)
+    parser.add_argument("--answer-seconds", type=float, default=300.0)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--row-length", type=int, default=2048)
     parser.add_argument("--rows-per-batch", type=int, default=4)
@@ -160,7 +174,13 @@ def main() -> None:
     timed(
         "answers",
         lambda: answer(
-            folder, prompts(given.prompts), dtype=given.dtype, device=given.device, batch=given.batch, tokens=given.answer_tokens
+            folder,
+            prompts(given.prompts),
+            dtype=given.dtype,
+            device=given.device,
+            batch=given.batch,
+            tokens=given.answer_tokens,
+            seconds=given.answer_seconds,
         ),
     )
     timed(

@@ -38,8 +38,8 @@ def script_drafts(
     """
     real, blocks = DraftReader.draft, [0] * len(prompts)
 
-    def draft(self: DraftReader, anchor_B: Tensor, end_B: Tensor, slots_B: Tensor) -> Tensor:
-        logits = torch.zeros_like(real(self, anchor_B, end_B, slots_B))
+    def draft(self: DraftReader, anchor_B: Tensor, end_B: Tensor, slots_B: Tensor, *, width: int) -> Tensor:
+        logits = torch.zeros_like(real(self, anchor_B, end_B, slots_B, width=width))
         for b, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
             at = int(end_B[b]) - len(prompt)
             assert truth[at] == anchor_B[b], "the anchor stands right after the context"

@@ -16,6 +16,7 @@ from outrider.features.target import Target
 from outrider.verify.decode import Decoder, speculate, target_alone
 from outrider.verify.drafting import DraftReader
 from outrider.verify.execution import EAGER
+from outrider.verify.reading import TargetReader
 from outrider.verify.sampling import DecodeOptions
 
 K = 4
@@ -175,5 +176,15 @@ def test_the_mask_token_is_what_slots_hold(toy_target: ToyTarget, monkeypatch: p
     target, seen = toy_target("llama"), []
     embed = target.embed
     monkeypatch.setattr(target, "embed", lambda ids: seen.append(ids.tolist()) or embed(ids))
-    text = speculate(target, random_drafter(toy_shape(), seed=0), [9, 8], greedy(3)).tokens
+    text = speculate(target, random_drafter(toy_shape(), seed=0), [9, 8], greedy(9)).tokens
     assert seen[0] == [[text[0], MASK, MASK, MASK]]
+
+
+def test_a_block_is_no_wider_than_the_room_that_is_left(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, read = toy_target("llama"), []
+    real = TargetReader.read
+    monkeypatch.setattr(TargetReader, "read", lambda self, ids_BX: read.append(ids_BX.shape[1]) or real(self, ids_BX))
+    decoded = speculate(target, random_drafter(toy_shape(), seed=0), [9, 8], greedy(7))
+    left = [7 - sum(len(cycle.tokens) for cycle in decoded.cycles[:i]) for i in range(1, len(decoded.cycles))]
+    assert read == [min(4, room + 1) for room in left]
+    assert min(read) < 4

@@ -1,16 +1,19 @@
 """Measuring a drafter: fixed keys, conditions beside every number, every side on the same prompts, and a page of it."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from overfit import overfit_drafter, random_drafter
 from toys import VOCAB, toy_shape
 
 from outrider.errors import UserError
 from outrider.features.target import Target
+from outrider.verify.cycle import Lanes
 from outrider.verify.decode import Cycle, Decoded, Decoder, target_alone
 from outrider.verify.evaluate import Trial, acceptance_rate, by_bins, evaluate
 from outrider.verify.page import EVALUATION_NAME, check_page, markdown, write_page
@@ -149,3 +152,22 @@ def test_a_page_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path
         check_page(tmp_path / "page.pdf")
     with pytest.raises(UserError, match="does not exist"):
         check_page(tmp_path / "none" / "page.md")
+
+
+def test_the_reading_of_prompts_can_be_left_out_of_the_speed(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Lanes.begin
+
+    def slow(self: Lanes, *args: Any) -> torch.Tensor:
+        time.sleep(0.5 if self.drafts else 0.0)
+        return begin(self, *args)
+
+    monkeypatch.setattr(Lanes, "begin", slow)
+    (row,) = measure(toy_target("llama"))["speed_by_batch"]
+    assert row["speedup_after_prompts"] > 1.2 * row["speedup"]
+
+
+def test_kinds_have_a_speed_of_their_own_where_batches_do_not_mix_them(toy_target: ToyTarget) -> None:
+    target, kinds = toy_target("llama"), ["a", "b", "a"]
+    alone, mixed = (measure(target, kinds=kinds, trial=Trial((size,), "eager", None))["by_kind"] for size in (1, 2))
+    assert all(row["speedup"] > 0 for row in alone.values())
+    assert [row["speedup"] for row in mixed.values()] == [None, None]

@@ -160,8 +160,8 @@ def second_choices(monkeypatch: pytest.MonkeyPatch, truths: list[list[int]]) -> 
     script_drafts(monkeypatch, PROMPTS, truths, [[K - 1], [1, 3, 2], [0, 2], [3, 0], [2]])
     scripted = DraftReader.draft
 
-    def draft(self: DraftReader, anchor_B: Tensor, end_B: Tensor, slots_B: Tensor) -> Tensor:
-        logits = scripted(self, anchor_B, end_B, slots_B)
+    def draft(self: DraftReader, anchor_B: Tensor, end_B: Tensor, slots_B: Tensor, *, width: int) -> Tensor:
+        logits = scripted(self, anchor_B, end_B, slots_B, width=width)
         wrong_Bk1 = (logits.argmax(-1, keepdim=True) + 2) % VOCAB
         return (20 * logits).scatter(-1, wrong_Bk1, 21.0)
 

@@ -71,40 +71,50 @@ class Lanes:
         """Slots of each row's next block, `[B]`: no block reaches beyond the limit."""
         return (self.room_B + 1).clamp(max=self.K)
 
+    def width(self) -> int:
+        """Slots to draft and verify: K, or where shapes may change no more than some row still has room for."""
+        return self.K if self.reader.fixed_shapes else max(1, int((self.slots() * self.alive_B).max()))
+
     @torch.no_grad()
     def draft(self) -> None:
         """Draft a block from each anchor, after taking in the context that the last cycle settled."""
         assert self.drafts is not None
-        self.drafts.absorb(self.features_BKF, self.kept_B, self.reader.length_B)
-        self.propose(self.drafts.draft(self.anchor_B, self.reader.length_B, self.slots()))
+        newest = self.K if self.reader.fixed_shapes else int(self.kept_B.max())
+        self.drafts.absorb(self.features_BKF[:, :newest], self.kept_B, self.reader.length_B)
+        self.propose(self.drafts.draft(self.anchor_B, self.reader.length_B, self.slots(), width=self.width()))
 
     def propose(self, logits_BkV: Tensor) -> None:
-        """Choose the draft tokens that will be verified."""
+        """Choose the draft tokens that will be verified, as many as logits are given."""
+        k = logits_BkV.shape[1]
         if self.options.greedy_choice:
-            self.tokens_Bk.copy_(logits_BkV.argmax(-1))
+            self.tokens_Bk[:, :k] = logits_BkV.argmax(-1)
         else:
-            self.q_BkV.copy_(warp(logits_BkV, self.options))
-            self.tokens_Bk.copy_(draw(self.q_BkV, self.luck_BX[:, : self.K - 1]))
+            self.q_BkV[:, :k] = warp(logits_BkV, self.options)
+            self.tokens_Bk[:, :k] = draw(self.q_BkV[:, :k], self.luck_BX[:, :k])
 
     @torch.no_grad()
     def verify(self) -> None:
         """Read the blocks by the target, accept what it would have written, and report."""
-        block_BK = torch.cat((self.anchor_B[:, None], self.tokens_Bk), dim=1)
+        X = self.width()
+        tokens_Bk = self.tokens_Bk[:, : X - 1]
+        block_BX = torch.cat((self.anchor_B[:, None], tokens_Bk), dim=1)
         if self.K == 1:  # its one token is part of the text already
-            hidden_BKD, _ = self.reader.read_settled(block_BK, self.alive_B.to(torch.int64))
+            hidden_BXD, _ = self.reader.read_settled(block_BX, self.alive_B.to(torch.int64))
         else:
-            hidden_BKD, features_BKF = self.reader.read(block_BK)
-            assert features_BKF is not None
-            self.features_BKF.copy_(features_BKF)
-        logits_BKV = self.target.head.logits(hidden_BKD)
+            hidden_BXD, features_BXF = self.reader.read(block_BX)
+            assert features_BXF is not None
+            self.features_BKF[:, :X] = features_BXF
+        logits_BXV = self.target.head.logits(hidden_BXD)
         if self.options.greedy_choice:
-            accepted_B, bonus_B = judge_greedy(self.tokens_Bk, logits_BKV, self.slots())
+            accepted_B, bonus_B = judge_greedy(tokens_Bk, logits_BXV, self.slots())
         else:
-            p_BKV = warp(logits_BKV, self.options)
-            accepted_B, bonus_B = judge_sampled(self.tokens_Bk, self.q_BkV, p_BKV, self.slots(), self.luck_BX)
-        self.settle(self.tokens_Bk, accepted_B, bonus_B, self.slots() - 1)
+            p_BXV = warp(logits_BXV, self.options)
+            proposals_Bk, acceptances_Bk, replacement_B1 = self.luck_BX.split((self.K - 1, self.K - 1, 1), dim=1)
+            luck_BX = torch.cat((proposals_Bk[:, : X - 1], acceptances_Bk[:, : X - 1], replacement_B1), dim=1)
+            accepted_B, bonus_B = judge_sampled(tokens_Bk, self.q_BkV[:, : X - 1], p_BXV, self.slots(), luck_BX)
+        self.settle(tokens_Bk, accepted_B, bonus_B, self.slots() - 1)
         if self.K > 1:
-            self.reader.keep(self.kept_B, self.K)
+            self.reader.keep(self.kept_B, X)
 
     def settle(self, path_Bk: Tensor, accepted_B: Tensor, bonus_B: Tensor, drafted_B: Tensor) -> None:
         """The first `accepted_B` of `path_Bk` and then `bonus_B` are the text, up to the first stop token and the limit.
@@ -125,7 +135,7 @@ class Lanes:
         self.room_B -= self.kept_B
         self.alive_B &= (first_B >= count_B) & (self.room_B > 0)
         self.report_BX[:, :4] = torch.stack((self.kept_B, accepted_B, drafted_B, self.alive_B.to(torch.int64)), dim=1)
-        self.report_BX[:, 4:] = given_BX
+        self.report_BX[:, 4 : 4 + X] = given_BX
 
 
 class TreeLanes(Lanes):
@@ -144,6 +154,9 @@ class TreeLanes(Lanes):
                             "text and cannot branch: use 0, which verifies one chain")
         self.tree = Tree.blank(rows, options.tree_budget, self.device)
         self.ranks = contenders(self.K - 1, target.facts.vocab_size, options.tree_budget, self.device)
+
+    def width(self) -> int:
+        return self.K  # a tree has as many nodes whatever its depth
 
     def propose(self, logits_BkV: Tensor) -> None:
         self.tree.copy_(likeliest_tree(self.anchor_B, logits_BkV, self.slots(), self.ranks, budget=self.options.tree_budget))

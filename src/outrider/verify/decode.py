@@ -1,10 +1,12 @@
 """Takes a target, a drafter and prompts in tokens, gives the texts drafted and verified; knows nothing of files or training."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from outrider.errors import UserError
 from outrider.features.facts import TargetFacts
@@ -12,7 +14,7 @@ from outrider.features.target import Target
 from outrider.model.drafter import Drafter
 from outrider.records import DrafterShape
 from outrider.verify.cycle import Lanes, TreeLanes
-from outrider.verify.execution import EAGER, Execution, StageClock
+from outrider.verify.execution import EAGER, Execution, StageClock, posted, sent
 from outrider.verify.sampling import DecodeOptions, Luck
 from outrider.verify.stops import StopStrings
 
@@ -146,7 +148,7 @@ class Decoder:
             self.lanes.begin([[0]] * self.rows, self._luck([0] * self.rows))
         self._draft = execution.captured(self.lanes.draft) if self.drafter else None
         self._verify = execution.captured(self.lanes.verify)
-        self.clock = StageClock(self.target.device)
+        self.clock, self.ahead = StageClock(self.target.device), execution.ahead
         self.setup_seconds = time.perf_counter() - began
 
     def _luck(self, seeds: Sequence[int]) -> Luck | None:
@@ -173,6 +175,7 @@ class Decoder:
         lanes.alive_B[len(prompts) :] = False
         texts = [stops.text() if stops else None for _ in prompts]
         ended = [False] * len(prompts)
+        launched: deque[Callable[[], Tensor]] = deque()
         found: list[Cycle | None] = [Cycle((), anchor, 0) for anchor in lanes.anchor_B[: len(prompts)].tolist()]
         alive = lanes.alive_B[: len(prompts)].tolist()
         while True:
@@ -182,27 +185,23 @@ class Decoder:
                     found[row], alive[row] = cycle.cut(kept), False
                     lanes.alive_B[row] = False
             yield found
-            ended = [not still for still in alive]
+            ended = [was or not still for was, still in zip(ended, alive, strict=True)]
             if all(ended):
                 return
-            found, alive = self._cycle(luck, ended)
+            while len(launched) <= self.ahead:
+                launched.append(self._launch(luck))
+            found, alive = _read(launched.popleft(), ended)
 
-    def _cycle(self, luck: Luck | None, ended: Sequence[bool]) -> tuple[list[Cycle | None], list[bool]]:
-        """One cycle: what each row gave (None where its text had ended) and which go on."""
+    def _launch(self, luck: Luck | None) -> Callable[[], Tensor]:
+        """Begin one cycle; what is given waits for its report."""
         if luck is not None:
-            self.lanes.luck_BX.copy_(luck.throw())
+            self.lanes.luck_BX.copy_(sent(luck.throw(), self.target.device))
         if self._draft is not None:
             with self.clock.stage(DRAFT):
                 self._draft()
         with self.clock.stage(TARGET):
             self._verify()
-        found: list[Cycle | None] = []
-        alive = []
-        for was_ended, (kept, accepted, drafted, still, *tokens) in zip(ended, self.lanes.report_BX.tolist(), strict=False):
-            cycle = Cycle(tuple(tokens[: min(kept, accepted)]), tokens[kept - 1] if kept > accepted else None, drafted)
-            found.append(None if was_ended else cycle)
-            alive.append(bool(still))
-        return found, alive
+        return posted(self.lanes.report_BX)
 
     def decode(self, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], stops: StopStrings | None) -> list[Decoded]:
         """The whole continuations of up to `rows` prompts; see `cycles`."""
@@ -216,6 +215,17 @@ class Decoder:
                     seconds[row] = time.perf_counter() - began
         return [Decoded([token for cycle in row for token in cycle.tokens], tuple(row), wall)
                 for row, wall in zip(cycles, seconds, strict=True)]
+
+
+def _read(report: Callable[[], Tensor], ended: Sequence[bool]) -> tuple[list[Cycle | None], list[bool]]:
+    """What each row gave in a cycle (None where its text had ended) and which go on."""
+    found: list[Cycle | None] = []
+    alive = []
+    for was_ended, (kept, accepted, drafted, still, *tokens) in zip(ended, report().tolist(), strict=False):
+        cycle = Cycle(tuple(tokens[: min(kept, accepted)]), tokens[kept - 1] if kept > accepted else None, drafted)
+        found.append(None if was_ended else cycle)
+        alive.append(bool(still))
+    return found, alive
 
 
 def decode(

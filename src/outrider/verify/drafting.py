@@ -10,6 +10,7 @@ from outrider.features.target import Target
 from outrider.model.drafter import Drafter
 from outrider.records import SLIDING
 from outrider.verify.execution import Execution
+from outrider.verify.rollback import place_of, write
 
 
 class ContextRing:
@@ -28,10 +29,9 @@ class ContextRing:
         """Take the first `count_B` of J positions, those that the window of position `end_B` still reaches."""
         counted_BJ = torch.arange(positions_BJ.shape[1], device=end_B.device) < count_B[:, None]
         stays_BJ = counted_BJ & (positions_BJ >= end_B[:, None] - self.R)
-        index_BJ = torch.where(stays_BJ, positions_BJ % self.R, self.R)
-        index_BGJC = index_BJ[:, None, :, None].expand_as(k_BGJC)
-        self.keys.scatter_(2, index_BGJC, k_BGJC)
-        self.values.scatter_(2, index_BGJC, v_BGJC)
+        place = place_of(torch.where(stays_BJ, positions_BJ % self.R, self.R))
+        write(self.keys, k_BGJC, place)
+        write(self.values, v_BGJC, place)
 
     def mask(self, end_B: Tensor, slots_B: Tensor, K: int) -> Tensor:
         """`[B, 1, K, R + 1 + K]` bool: what the slots of a block anchored at `end_B` see of the context and of themselves.
@@ -59,11 +59,16 @@ class DraftReader:
         self.target, self.drafter = target, drafter
         self.rings = [ContextRing(drafter, window=drafter.shape.sliding_window if kind == SLIDING else None, rows=rows,
                                   capacity=capacity) for kind in drafter.shape.layer_types]
-        self.forward = execution.compiled(self._forward)
+        self.forward, self.take_in = execution.compiled(self._forward), execution.compiled(self._absorb)
 
     @torch.no_grad()
     def absorb(self, features_BJF: Tensor, count_B: Tensor, end_B: Tensor) -> None:
         """The context's newest positions: the first `count_B` of J, the last of which stands right before `end_B`."""
+        # prompts come in many widths: only a block's width is compiled
+        take_in = self.take_in if features_BJF.shape[1] == self.drafter.shape.block_size else self._absorb
+        take_in(features_BJF, count_B, end_B)
+
+    def _absorb(self, features_BJF: Tensor, count_B: Tensor, end_B: Tensor) -> None:
         weight = self.drafter.norm.weight
         count_B, end_B = count_B.to(weight.device), end_B.to(weight.device)
         context_BJD = self.drafter.context(features_BJF.to(weight.device, weight.dtype))
@@ -73,16 +78,15 @@ class DraftReader:
             ring.write(*layer.self_attn.keys_values(context_BJD, rotary), positions_BJ, count_B, end_B)
 
     @torch.no_grad()
-    def draft(self, anchor_B: Tensor, end_B: Tensor, slots_B: Tensor) -> Tensor:
-        """Logits `[B, K - 1, V]` of slots 1, 2, .. of a block whose anchor's token is `anchor_B`, at position `end_B`.
+    def draft(self, anchor_B: Tensor, end_B: Tensor, slots_B: Tensor, *, width: int) -> Tensor:
+        """Logits `[B, width - 1, V]` of slots 1, 2, .. of a block whose anchor's token is `anchor_B`, at position `end_B`.
 
-        `slots_B`: K, or less at the end of a text; logits of slots beyond mean nothing.
+        `slots_B`: K, or less at the end of a text; logits of slots beyond mean nothing. `width`: at most K, at least all of them.
         """
-        return self.forward(anchor_B, end_B, slots_B)
+        return self.forward(anchor_B, end_B, slots_B, width)
 
-    def _forward(self, anchor_B: Tensor, end_B: Tensor, slots_B: Tensor) -> Tensor:
+    def _forward(self, anchor_B: Tensor, end_B: Tensor, slots_B: Tensor, K: int) -> Tensor:
         drafter, weight = self.drafter, self.drafter.norm.weight
-        K = drafter.shape.block_size
         ids_BK = torch.full((len(anchor_B), K), drafter.shape.mask_token_id, device=anchor_B.device)
         ids_BK[:, 0] = anchor_B
         x_BKD = self.target.embed(ids_BK).to(weight.device, weight.dtype)

@@ -11,7 +11,7 @@ from outrider.errors import UserError
 from outrider.features.target import Target
 from outrider.model.drafter import Drafter
 from outrider.progress import ProgressBar
-from outrider.verify.decode import DRAFT, TARGET, Decoded, Decoder
+from outrider.verify.decode import DRAFT, PROMPT, TARGET, Decoded, Decoder
 from outrider.verify.lookup import LookupDecoder
 from outrider.verify.sampling import DecodeOptions
 from outrider.verify.score import check_prompts, count_acceptance, first_difference, run_histogram
@@ -51,6 +51,13 @@ class Side:
     def rate(self) -> float:
         """New tokens a second."""
         return sum(len(text.tokens) for text in self.texts) / self.seconds
+
+    @property
+    def answer_rate(self) -> float:
+        """New tokens a second after each prompt was read and its first token known."""
+        assert isinstance(self.decoder, Decoder)
+        reading = sum(self.decoder.clock.seconds(PROMPT))
+        return sum(len(text.tokens) - 1 for text in self.texts) / (self.seconds - reading)
 
     def stage_ms(self, stage: str) -> float | None:
         """Mean milliseconds of a stage of a cycle, or None where there is none."""
@@ -99,7 +106,7 @@ def evaluate(
         "conditions": conditions(target, drafter, options, trial, prompts=len(prompts), kinds=kinds),
     }
     if kinds is not None:
-        result["by_kind"] = {kind: _one_kind(kind, kinds, ours.texts, K, trial.grade) for kind in sorted(set(kinds))}
+        result["by_kind"] = {kind: _one_kind(kind, kinds, ours, alone, K, trial) for kind in sorted(set(kinds))}
         result["tau_by_kind"] = {kind: row["tau"] for kind, row in result["by_kind"].items()}
     return result
 
@@ -124,7 +131,7 @@ def _race(
         _warm_up(side, prompts[:rows])
     for start in range(0, len(prompts), rows):
         batch = prompts[start : start + rows]
-        for side in sides:
+        for side in sides if start // rows % 2 == 0 else sides[::-1]:  # the first to meet a width of prompts pays for it
             side.run(batch, range(options.seed + start, options.seed + start + len(batch)))
         bar.advance(len(batch), note=f"batch {size}, " + " / ".join(f"{side.rate:.1f}" for side in sides) + " tokens/s")
     return sides
@@ -147,6 +154,7 @@ def _speed(
     return {
         "batch": size, "tokens_per_s": ours.rate, "baseline_tokens_per_s": alone.rate, "speedup": ours.rate / alone.rate,
         "seconds": ours.seconds, "baseline_seconds": alone.seconds,
+        "speedup_after_prompts": ours.answer_rate / alone.answer_rate,
         "draft_ms": ours.stage_ms(DRAFT), "target_ms": ours.stage_ms(TARGET), "baseline_target_ms": alone.stage_ms(TARGET),
         "identical": difference is None if greedy else None, "first_difference": difference,
     }
@@ -175,12 +183,17 @@ def _rival(
             "identical": all(same) if options.temperature == 0 else None}
 
 
-def _one_kind(kind: str, kinds: Sequence[str], texts: Sequence[Decoded], K: int, grade: Grade | None) -> dict[str, Any]:
+def _one_kind(kind: str, kinds: Sequence[str], ours: Side, alone: Side, K: int, trial: Trial) -> dict[str, Any]:
+    """`speedup` is that of this kind's texts where each has its wall to itself, None where batches mix kinds."""
     chosen = [i for i, name in enumerate(kinds) if name == kind]
-    report = count_acceptance([texts[i] for i in chosen], K)
-    return {"prompts": len(chosen), "tau": report.tau, "tokens": sum(len(texts[i].tokens) for i in chosen),
-            "mean_answer_tokens": sum(len(texts[i].tokens) for i in chosen) / len(chosen),
-            "acceptance_by_slot": report.acceptance_by_slot, "accuracy": _share_right(grade, {i: texts[i] for i in chosen})}
+    report = count_acceptance([ours.texts[i] for i in chosen], K)
+    tokens = sum(len(ours.texts[i].tokens) for i in chosen)
+    alone_tokens = sum(len(alone.texts[i].tokens) for i in chosen)
+    alone_seconds = sum(alone.texts[i].seconds for i in chosen)
+    return {"prompts": len(chosen), "tau": report.tau, "forwards": report.forwards, "tokens": tokens,
+            "mean_answer_tokens": tokens / len(chosen), "acceptance_by_slot": report.acceptance_by_slot,
+            "accuracy": _share_right(trial.grade, {i: ours.texts[i] for i in chosen}),
+            "speedup": tokens / report.seconds / (alone_tokens / alone_seconds) if trial.batch_sizes[0] == 1 else None}
 
 
 def acceptance_rate(texts: Sequence[Decoded]) -> float | None:

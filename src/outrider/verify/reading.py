@@ -1,22 +1,31 @@
 """Takes a target and tokens of several texts, gives hidden states and features, and forgets what is rejected; knows no drafts."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.errors import UserError
 from outrider.features.capture import captured_layers
 from outrider.features.target import Target
 from outrider.records import FULL, SLIDING
 from outrider.verify.execution import Execution
-from outrider.verify.rollback import Reading, RollbackCache, delta_rule_modules, layer_kinds, recorded_rules
+from outrider.verify.rollback import (
+    AttentionSlots,
+    Reading,
+    RollbackCache,
+    delta_rule_modules,
+    layer_kinds,
+    place_of,
+    recorded_rules,
+    whole_tiles,
+)
 
-MASKED = {"sdpa": "bool", "eager": "added"}  # attention implementations of transformers, and the mask that each takes
+MASKED = ("sdpa", "eager")  # attention implementations of transformers that take a mask, which they add to the scores
 PROMPT_CHUNK = 1024  # prompt tokens a forward: a mask of 1024 x 32,768 is 32 MiB a row
-
 
 
 class TargetReader:
@@ -31,14 +40,13 @@ class TargetReader:
     ) -> None:
         config = target.model.config.get_text_config()
         self.target, self.layer_ids, self.kinds = target, layer_ids, layer_kinds(config)
-        self.implementation = config._attn_implementation
-        if self.implementation not in MASKED:
-            raise UserError(f"target: its attention implementation is '{self.implementation}', decoding needs one of "
+        if config._attn_implementation not in MASKED:
+            raise UserError(f"target: its attention implementation is '{config._attn_implementation}', decoding needs one of "
                             f"{', '.join(MASKED)}: load it with attn_implementation='sdpa'")
         self.window = config.sliding_window if SLIDING in self.kinds else None
         self.cache = RollbackCache(self.kinds, capacity=capacity)
         self.modules = delta_rule_modules(target.layers, self.kinds)
-        self.forward = execution.compiled(self._forward)
+        self.compiled_layer, self.fixed_shapes = execution.compiled(read_layer), execution.fixed_shapes
         self.length_B = torch.zeros(rows, dtype=torch.int64, device=target.device)
 
     def reset(self) -> None:
@@ -87,16 +95,19 @@ class TargetReader:
     ) -> tuple[Tensor, Tensor | None]:
         offset_X = torch.arange(ids_BX.shape[1], device=ids_BX.device)
         write_BX = torch.where(valid_BX, self.length_B[:, None] + offset_X, self.cache.capacity - 1)
-        self.cache.begin(Reading(write_BX, valid_BX, settled=settled))
-        masks = {kind: self._as_taken(visible(
-            positions_BX, write_BX, self.length_B, seen_BXX, keys=self.cache.capacity,
+        reach = self.cache.capacity
+        if not self.fixed_shapes:  # attend to what is written, not to all that there is room for
+            reach = min(reach, whole_tiles(int(self.length_B.max()) + ids_BX.shape[1]))
+        self.cache.begin(Reading(place_of(write_BX), reach, valid_BX, settled=settled))
+        masks = {kind: self._added(visible(
+            positions_BX, write_BX, self.length_B, seen_BXX, keys=reach,
             window=self.window if kind == SLIDING else None)) for kind in (FULL, SLIDING) if kind in self.kinds}
         with ExitStack() as stack:
             stack.enter_context(recorded_rules(self.modules, self.cache))
             outputs = stack.enter_context(captured_layers(self.target, self.layer_ids, stop_after_last=False))
-            # prompts come in many widths: they are read as the code stands, what is compiled has one width
-            forward = self._forward if settled and ids_BX.shape[1] > 1 else self.forward
-            hidden_BXD = forward(ids_BX, positions_BX, masks)
+            if not settled or ids_BX.shape[1] == 1:  # prompts come in many widths: they are read as the code stands
+                stack.enter_context(self._compiled_layers())
+            hidden_BXD = self._forward(ids_BX, positions_BX, masks)
             return hidden_BXD, torch.cat(outputs, dim=-1) if outputs else None
 
     def _forward(self, ids_BX: Tensor, positions_BX: Tensor, masks: dict[str, Tensor]) -> Tensor:
@@ -106,18 +117,45 @@ class TargetReader:
             input_ids=ids_BX, attention_mask=mask, position_ids=positions_BX, past_key_values=self.cache, use_cache=True
         ).last_hidden_state
 
-    def _as_taken(self, visible_B1XN: Tensor) -> Tensor:
-        """The mask as the target's attention implementation takes it."""
-        if MASKED[self.implementation] == "bool":
-            return visible_B1XN
+    @contextmanager
+    def _compiled_layers(self) -> Iterator[None]:
+        """While open, the attention layers run compiled: one compilation a shape serves them all, however many there are."""
+        replaced, hooked = [], []
+        if self.compiled_layer is not read_layer:
+            for layer, slots in zip(self.target.layers, self.cache.layers, strict=True):
+                if isinstance(slots, AttentionSlots) and slots.is_initialized:
+                    layer.forward = partial(self._layer_forward, layer, slots)
+                    replaced.append(layer)
+                    # transformers' own collectors of attention weights cannot be traced, and collect nothing here
+                    hooked += [(part, part._forward_hooks) for part in layer.modules() if part is not layer]
+        for part, hooks in hooked:
+            part._forward_hooks = type(hooks)()
+        try:
+            yield
+        finally:
+            for layer in replaced:
+                del layer.forward
+            for part, hooks in hooked:
+                part._forward_hooks = hooks
+
+    def _layer_forward(self, layer: nn.Module, slots: AttentionSlots, hidden_BXD: Tensor, **given: Any) -> Any:
+        return self.compiled_layer(type(layer).forward, layer, hidden_BXD, {**given, "past_key_values": slots.view()})
+
+    def _added(self, visible_B1XN: Tensor) -> Tensor:
+        """What is added to the scores; a mask of truth values each layer would turn into this by itself."""
         hidden = torch.finfo(self.target.dtype).min
         return torch.zeros_like(visible_B1XN, dtype=self.target.dtype).masked_fill(~visible_B1XN, hidden)
+
+
+def read_layer(forward: Callable[..., Any], layer: nn.Module, hidden_BXD: Tensor, given: dict[str, Any]) -> Any:
+    """One layer of the target; `forward` is its class's own, whatever stands in its place on the instance."""
+    return forward(layer, hidden_BXD, **given)
 
 
 def visible(
     positions_BX: Tensor, write_BX: Tensor, length_B: Tensor, seen_BXX: Tensor | None, *, keys: int, window: int | None
 ) -> Tensor:
-    """Who sees whom, `[B, 1, X, N]` bool over the N = `keys` indices of the cache.
+    """Who sees whom, `[B, 1, X, N]` bool over the first N = `keys` indices of the cache.
 
     Without `seen_BXX` a token sees all positions up to its own. With it, a tree: the settled text, and of the nodes read those
     that are marked. With a window also: query position - key position < window.

@@ -24,15 +24,19 @@ DELTA_RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule
 WHOLE_TILES = 64  # a mask whose rows are no multiple of 8 is copied by fused attention before it is used
 
 
+Place = tuple[Tensor, Tensor]  # row_B1 and index_BX: where in a cache the X tokens of each row go
+
+
 @dataclass
 class Reading:
     """What the layers must know of the tokens that are being read.
 
-    `write_BX` int64: the index of each token. `valid_BX` bool: not padding. `settled`: all valid tokens stay, nothing will be
-    rolled back. `inputs`: the last call of a delta rule.
+    `place`: the index of each token, see `write`. `reach`: keys and values below it are attended to. `valid_BX` bool: not
+    padding. `settled`: all valid tokens stay, nothing will be rolled back. `inputs`: the last call of a delta rule.
     """
 
-    write_BX: Tensor
+    place: Place
+    reach: int
     valid_BX: Tensor
     settled: bool
     inputs: "RuleInputs | None" = None
@@ -57,6 +61,29 @@ class RuleInputs:
                          **{**self.options, "initial_state": initial, "output_final_state": True})[1]
 
 
+def place_of(index_BX: Tensor) -> Place:
+    """For `write`: token x of row b goes to index `index_BX[b, x]`. Made once for all layers."""
+    return torch.arange(len(index_BX), device=index_BX.device)[:, None], index_BX
+
+
+def write(kept_BGNC: Tensor, new_BGXC: Tensor, place: Place) -> None:
+    """Put each token in its place, in place also where this is compiled."""
+    row_B1, index_BX = place
+    kept_BGNC[row_B1, :, index_BX] = new_BGXC.transpose(1, 2)
+
+
+class LayerView:
+    """One layer's part of the cache, which needs no layer's number: a compiler that met one would compile each layer anew."""
+
+    def __init__(self, keys: Tensor, values: Tensor, place: Place, reach: int) -> None:
+        self.keys, self.values, self.place, self.reach = keys, values, place, reach
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        write(self.keys, key_states, self.place)
+        write(self.values, value_states, self.place)
+        return self.keys[:, :, : self.reach], self.values[:, :, : self.reach]
+
+
 class AttentionSlots(CacheLayerMixin):
     """Keys and values `[B, G, N, C]`, position p at index p, and the last index for what is padding."""
 
@@ -76,10 +103,11 @@ class AttentionSlots(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        index_B1X1 = self.rollback.reading.write_BX[:, None, :, None]
-        self.keys.scatter_(2, index_B1X1.expand_as(key_states), key_states)
-        self.values.scatter_(2, index_B1X1.expand_as(value_states), value_states)
-        return self.keys, self.values
+        return self.view().update(key_states, value_states)
+
+    def view(self) -> LayerView:
+        """What a layer needs of the cache for the tokens that are read now."""
+        return LayerView(self.keys, self.values, self.rollback.reading.place, self.rollback.reading.reach)
 
     def move(self, from_BX: Tensor, to_BX: Tensor) -> None:
         """Copy keys and values from some indices to others."""
@@ -159,7 +187,7 @@ class RollbackCache(Cache):
     """
 
     def __init__(self, kinds: Sequence[str], *, capacity: int) -> None:
-        self.capacity = -(-(capacity + 1) // WHOLE_TILES) * WHOLE_TILES
+        self.capacity = whole_tiles(capacity + 1)
         self.reading: Reading
         super().__init__(layers=[LinearSlots(self) if kind == LINEAR else AttentionSlots(self) for kind in kinds])
         self.linear = [layer for layer in self.layers if isinstance(layer, LinearSlots)]
@@ -178,6 +206,11 @@ class RollbackCache(Cache):
         """Begin new texts. Keys of old ones need no clearing: no mask shows an index that was not written since."""
         for layer in self.linear:
             layer.reset()
+
+
+def whole_tiles(count: int) -> int:
+    """The next multiple of WHOLE_TILES."""
+    return -(-count // WHOLE_TILES) * WHOLE_TILES
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
