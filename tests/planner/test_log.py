@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
 from outrider.errors import UserError
-from outrider.planner.doctor.causes import NO_MEMORY, NOT_STATED, find_causes
+from outrider.model import tripwire
+from outrider.planner.doctor.causes import NO_MEMORY, NOT_STATED, STOPPED, find_causes
 from outrider.planner.doctor.log import read_log, read_text
 
 LOGS, FRESH_LOGS = (Path(__file__).parent / name for name in ("logs", "fresh_logs"))
@@ -100,6 +102,17 @@ def test_a_log_cut_anywhere_is_read_without_an_error(path: Path) -> None:
     for cut in range(0, len(text), max(1, len(text) // 40)):
         assert find_causes(read_text(text[:cut]))
         assert find_causes(read_text(text[cut:]))
+
+
+def test_our_own_tripwire_is_no_out_of_memory_and_its_reason_is_passed_on() -> None:
+    with FlopCounterMode(display=False), pytest.raises(tripwire.DenseAttentionError) as raised:
+        tripwire.check_no_modes((1, 32, 8192, 128), (1, 8, 16384, 128))
+    text = f"step 3\nTraceback (most recent call last):\noutrider.model.tripwire.DenseAttentionError: {raised.value}\n"
+    cause, *_ = find_causes(read_text(text))
+    assert cause.name == STOPPED
+    assert cause.shown_by == (3,)
+    for told in ("[1, 32, 8192, 128]", "16.00 GiB", "a dispatch mode"):
+        assert told in cause.sentence
 
 
 def test_the_ranks_of_an_interleaved_log_are_told_apart() -> None:

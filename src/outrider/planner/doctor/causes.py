@@ -4,6 +4,7 @@ A rule speaks only of what is stated: no rule guesses from a number that the mes
 of strength: what is no device memory at all, what other processes and the allocator did, then what the step asked for.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +16,7 @@ CONTEXT = 1.5 * GIB  # at most of a process outside its allocator: CUDA context,
 LEAST_FOREIGN = GIB  # of others, below which a desktop or a monitor is no cause
 LEAST_SHARE = 0.08  # of a card lying reserved and unused: gaps of 5 to 10 % are usual
 LEAST_STEPS = 5  # step lines with memory, to see a trend in them
-NOT_STATED, NO_MEMORY = "not stated", "no out-of-memory"
+NOT_STATED, NO_MEMORY, STOPPED = "not stated", "no out-of-memory", "stopped before unfused attention"
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,15 @@ def _shared_memory(log: Evidence) -> Cause | None:
     sentence = ("A kernel's tiles do not fit the memory inside one multiprocessor (shared memory, 100 to 230 KiB): the card's "
                 "own memory did not run out, and freeing some does not help.")
     return Cause("shared memory", sentence, (line,)) if line else None
+
+
+def _stopped(log: Evidence) -> Cause | None:
+    """Outrider's own tripwire (model.tripwire), which says shapes, bytes and the reason."""
+    line = log.find(r"was about to run unfused on queries")
+    if not line:
+        return None
+    told = re.sub(r"^.*?(?=flex_attention\w* was about)", "", log.lines[line - 1])
+    return Cause(STOPPED, f"No memory ran out: the run was stopped before attention could run unfused; {told}.", (line,))
 
 
 def _host(log: Evidence) -> Cause | None:
@@ -224,7 +234,7 @@ QUESTIONS: dict[str, Callable[[Evidence], str | None]] = {
 }
 
 RULES: tuple[Callable[[Evidence], Cause | None], ...] = (
-    _shared_memory, _nccl, _another_process, _private_pools, _fragmentation, _leak, _attention,
+    _stopped, _shared_memory, _nccl, _another_process, _private_pools, _fragmentation, _leak, _attention,
     _from_frame("block mask", "The block mask was made eagerly, as a table of every query and key: {asked} failed in {where}.",
                 "create_mask", "create_block_mask"),
     _from_frame("logits", "Logits over the whole vocabulary filled the card: {asked} failed in {where}.",

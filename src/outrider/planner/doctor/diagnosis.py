@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.planner.doctor.causes import NO_MEMORY, NOT_STATED, Cause, Finding, asked, find_causes, gib, look
+from outrider.planner.doctor.causes import NO_MEMORY, NOT_STATED, STOPPED, Cause, Finding, asked, find_causes, gib, look
 from outrider.planner.doctor.comparison import Compared, compare, ledger_phases, unplanned
 from outrider.planner.doctor.log import Evidence, Frame, read_text
 from outrider.planner.doctor.matching import Match, find_lines
@@ -31,6 +31,7 @@ NO_SETTING = {  # causes that no line of the ledger mends, and what does
                      "with more shared memory",
     "host memory": "the host's memory, not the card's: --set features.keep=no (or disk) where rows' features were kept in "
                    "memory, fewer processes on the machine, or a higher limit of its container",
+    STOPPED: "the reason in the sentence is what to mend; --set train.attention=dense runs without the compiler, in more memory",
     NO_MEMORY: "",
 }
 ELSEWHERE = {  # what mends a cause without changing the job
