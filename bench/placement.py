@@ -3,10 +3,11 @@
     python bench/placement.py [--real] [--steps 12] [--repeat 3]
 
 Each run is `train` on a toy target, traced (train.trace_steps). Stage times are the medians of a colocated run of one process;
-from them the simulator predicts the step of every other arrangement, and the trace of that run says what it was. By default each
-target and each drafter stands on a DOUBLE of a device: it takes a stated time (300 and 200 ms) and leaves the machine's cores
-free, as a GPU does; the real work on toy sizes is done besides, inside that time. `--real`: no doubles, the cores do all the
-work, and what lanes take from each other on them is in the measurement but not in the prediction. Draws the first pair's time
+from them the simulator predicts the step of every other arrangement, and the trace of that run says what it was; a second
+prediction takes the stage times of the run itself (a busy machine slows a stage down in one run and not in another). By default
+each target and each drafter stands on a DOUBLE of a device: it takes a stated time (300 and 200 ms) and leaves the cores of the
+machine free, as a GPU does; the real work on toy sizes is done besides, inside that time. `--real`: no doubles, the cores do all
+the work, and what lanes take from each other on them is in the measurement but not in the prediction. Draws the first pair's time
 line as placement_pair.svg and writes placement.json into bench/results. Last line: JSON.
 """
 
@@ -116,7 +117,7 @@ def traced(case: Case, folder: Path, repeat: int, steps: int, doubles: bool) -> 
 
 def stage_times(trace: TraceFile) -> StageTimes:
     found = trace.stages()
-    return StageTimes(found["capture"], 0.0, found["learn"], 0.0, found["update"])
+    return StageTimes(found["capture"], 0.0, found["learn"], found["sum"] if trace.processes > 1 else 0.0, found["update"])
 
 
 def same_bits(one: Path, other: Path) -> bool:
@@ -134,23 +135,25 @@ def measure(folder: Path, *, steps: int, repeat: int, doubles: bool) -> Iterator
             trace = traced(case, folder, number, steps, doubles)
             times = times or stage_times(trace)
             predicted = simulate(times, case.arrangement())
-            found[case.name].append({"predicted_ms": predicted.step_ms, "measured_ms": trace.step_ms(), "waits": trace.waits(),
-                                     "predicted_waits": predicted.waits})
+            own = simulate(stage_times(trace), case.arrangement())
+            found[case.name].append({"predicted_ms": predicted.step_ms, "own_ms": own.step_ms, "measured_ms": trace.step_ms(),
+                                     "waits": trace.waits(), "predicted_waits": predicted.waits})
             if case.name == "pair" and number == 0:
                 name = "placement_pair.svg" if doubles else "placement_pair_real.svg"
                 (HERE / "results" / name).write_text(draw_trace(trace) + "\n")
-            print(f"round {number}: {case.name:32} predicted {predicted.step_ms:7.1f} measured {trace.step_ms():7.1f} ms",
-                  file=sys.stderr, flush=True)
+            print(f"round {number}: {case.name:32} predicted {predicted.step_ms:7.1f} measured {trace.step_ms():7.1f} ms, "
+                  f"from its own stages {own.step_ms:7.1f}", file=sys.stderr, flush=True)
         yield [summary(case, found[case.name]) for case in CASES]
 
 
 def summary(case: Case, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     errors = sorted(r["predicted_ms"] / r["measured_ms"] - 1 for r in rounds)
-    median = {key: statistics.median(r[key] for r in rounds) for key in ("predicted_ms", "measured_ms")}
+    median = {key: statistics.median(r[key] for r in rounds) for key in ("predicted_ms", "own_ms", "measured_ms")}
+    own = sorted(r["own_ms"] / r["measured_ms"] - 1 for r in rounds)
     waits = {side: statistics.median(r["waits"][side] for r in rounds) for side in rounds[0]["waits"]}
     predicted = {side: statistics.median(r["predicted_waits"][side] for r in rounds) for side in rounds[0]["predicted_waits"]}
     return {"case": case.name, "n": len(rounds), **median, "error_min": errors[0], "error_median": statistics.median(errors),
-            "error_max": errors[-1], "waits": waits, "predicted_waits": predicted}
+            "error_max": errors[-1], "own_errors": own, "errors": errors, "waits": waits, "predicted_waits": predicted}
 
 
 def main() -> None:

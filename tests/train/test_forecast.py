@@ -11,7 +11,7 @@ import torch
 from eight_bit import uncompiled
 from test_loop import assert_same_run, metrics
 
-from outrider.config import RunConfig
+from outrider.config import RunConfig, load_run
 from outrider.data.rows import load_rows
 from outrider.errors import UserError
 from outrider.features.facts import read_facts
@@ -26,6 +26,7 @@ from outrider.train.resolve import Resolved, resolve
 
 MakeRun = Callable[..., RunConfig]
 WIDE = 2**40
+BORN_FROM = Path(__file__).parents[2] / "examples" / "born-from.toml"
 CPU = torch.device("cpu")
 ALONE, PAIR = Devices(CPU, ()), Devices(CPU, (CPU,))
 
@@ -60,6 +61,21 @@ def test_a_refused_run_leaves_nothing_behind(make_run: MakeRun) -> None:
     with pytest.raises(UserError, match=r"the run needs .* nothing near it fits"):
         train(config, check=None, card_of=lambda device: card(2**20))
     assert not config.train.folder.exists()
+
+
+@pytest.mark.parametrize(("gib", "fp8", "devices", "way_out"), [
+    (52, False, ALONE, r"with the target on a card of its own it does: --set placement\.capture_cards=1$"),
+    (44, True, ALONE, r"in 8 bits on a card of its own it does: --set placement\.capture_cards=1 --set features\.precision=fp8$"),
+    (44, False, ALONE, r"one target is not spread over several cards here: serve it .* features\.server"),
+    (44, False, PAIR, r"one target is not spread over several cards here: serve it .* features\.server"),
+    (24, True, ALONE, r"nothing near it fits: see outrider plan$"),  # where its drafter does not fit either
+])
+def test_a_target_too_large_goes_elsewhere(gib: int, fp8: bool, devices: Devices, way_out: str) -> None:
+    """A 27B target and a 1.7 B drafter: the target on a card of its own, smaller there, or in another process."""
+    resolved = resolved_run(load_run(BORN_FROM, [f"target.path={BORN_FROM.with_suffix('')}", "train.device=cuda"]))
+    small = replace(card(gib * 2**30), fp8=fp8)
+    with pytest.raises(UserError, match=way_out):
+        foresee(resolved, devices, lambda device: small, row_length=8192, replicas=1)
 
 
 def test_the_limit_is_the_allocated_peak_and_what_the_device_shows_only_warns(

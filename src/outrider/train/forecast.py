@@ -110,12 +110,29 @@ def _check(job: Job, ledger: DeviceLedger, card: Card) -> None:
             f"{card.name} has {card.free_bytes / GIB:.1f} free of {card.allowed_bytes / GIB:.1f} ({why}): it may run out")
 
 
+def _target_elsewhere(job: Job, ledger: DeviceLedger, card: Card) -> str:
+    """What is left where no change on this card helps: the target on a card of its own, or in an engine that serves it."""
+    def fits(found: DeviceLedger) -> bool:
+        return found.device_used_bytes <= card.allowed_bytes
+
+    if "capture" not in ledger.roles or not fits(learner(job)):
+        return "see outrider plan"
+    if "learn" in ledger.roles:
+        if fits(capturer(job)):
+            return "with the target on a card of its own it does: --set placement.capture_cards=1"
+        if card.fp8 and fits(capturer(replace(job, fp8=True))):
+            return ("with the target in 8 bits on a card of its own it does: --set placement.capture_cards=1 --set "
+                    "features.precision=fp8")
+    return ("one target is not spread over several cards here: serve it with an engine that does, and set features.server "
+            "(docs/placement.md)")
+
+
 def _refusal(job: Job, ledger: DeviceLedger, card: Card) -> str:
     line = telling_line(ledger)
     nearest = nearest_that_fits(job, card.allowed_bytes, fp8=card.fp8,
                                 ledger_of=lambda changed: ledger_of(changed, ledger.roles))
     if nearest is None:
-        way_out = "nothing near it fits: see outrider plan"
+        way_out = f"nothing near it fits: {_target_elsewhere(job, ledger, card)}"
     else:
         changes, found = nearest
         settings = " ".join(f"--set {key}={value}" for key, value in changes.items())
