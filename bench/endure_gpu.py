@@ -1,9 +1,10 @@
 """Questions: what do checkpoints, metrics and guards cost a step of the 1.7 B drafter, and does a run on a GPU survive kills?
 
-    python bench/endure_gpu.py cost [--steps 20] [--toy]      the drafter of bench/drafter_step.py, AdamW, checkpoints to --folder
-    python bench/endure_gpu.py soak [--kills 3] [--seconds 6]  a toy run, killed at random, resumed, compared with one left alone
+    python bench/endure_gpu.py cost [--steps 20]      the drafter of bench/drafter_step.py, AdamW, checkpoints to --folder
+    python bench/endure_gpu.py soak [--kills 10]      a small run, killed at random, resumed, compared with two left alone
 
-Each finding is one JSON line on stdout as it comes. --toy is a dry run on whatever device there is.
+Each finding is one JSON line on stdout as it comes. --toy is a dry run on whatever device there is. A kill of the soak falls
+within --seconds of the start's first new step, so that every start gets on; after --limit-s there are no more.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ import torch  # noqa: E402
 from drafter_step import born_from_shape, random_blocks, random_rows  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from outrider.config import CheckpointConfig, GuardsConfig, OptimizerConfig  # noqa: E402
+from outrider.config import CheckpointConfig, GuardsConfig, OptimizerConfig, RunConfig, to_toml  # noqa: E402
 from outrider.model.attention import dense_attention  # noqa: E402
 from outrider.model.drafter import Drafter, count_parameters  # noqa: E402
 from outrider.model.fused_attention import kernels_for  # noqa: E402
@@ -48,6 +50,7 @@ from outrider.train.watchdog import Watchdog  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
+DEVICE_BYTES = torch.cuda.mem_get_info()[1] if CUDA else 0
 
 
 def out(**line: Any) -> None:
@@ -158,6 +161,7 @@ def cost(options: argparse.Namespace) -> None:
     origin = Origin(drafter_config=to_config(steps.shape, embedding_scale=1.0, softcap=None, dtype="bfloat16"), target="t",
                     inputs={}, config={}, versions={}, git_commit=None)
     with Keeper(folder, CheckpointConfig(keep_last=1), origin, Position(), ALONE) as keeper:
+        making = make_room(keeper, steps, statistics.median(alone))
         for number in range(1, options.saves + 1):
             began = now()
             keeper.save(steps.drafter, steps.optimizer, Position(step=number))
@@ -168,8 +172,8 @@ def cost(options: argparse.Namespace) -> None:
             while keeper._writing is not None and len(during) < 2000:
                 during += timed_steps(steps, 1)
                 keeper.check()
-            slowed_s = sum(ms - statistics.median(alone) for ms in during) / 1000
-            out(what=f"checkpoint {number}" + (", its host memory made" if number == 1 else ""),
+            slowed_s = sum(ms - statistics.median(alone) for ms in during) / 1000 + (making if number == 1 else 0.0)
+            out(what=f"checkpoint {number}" + (", the making of its memory counted" if number == 1 else ""),
                 write_s=round(keeper.write_seconds, 1),
                 gib=round(12 * count_parameters(steps.shape) / 2**30, 2), step_while_writing_ms=spread(during),
                 slowed_s=round(slowed_s, 2), percent_of_600_s=round(100 * (blocked + slowed_s) / 600, 3))
@@ -180,8 +184,23 @@ def cost(options: argparse.Namespace) -> None:
     shutil.rmtree(folder)
 
 
+def make_room(keeper: Keeper, steps: Steps, alone_ms: float) -> float:
+    """Seconds by which steps are slower while the host memory of a copy is made beside them."""
+    began = now()
+    keeper.make_room(steps.drafter, steps.optimizer)
+    asked, during = now() - began, []
+    while keeper._room is not None and not keeper._room.done():
+        during += timed_steps(steps, 1)
+    assert keeper._room is not None
+    locked = keeper._room.result()._locked
+    slowed_s = asked + sum(ms - alone_ms for ms in during) / 1000
+    out(what="host memory made beside steps", seconds=round(now() - began, 1), locked_parts=len(locked),
+        step_meanwhile_ms=spread(during) if during else None, slowed_s=round(slowed_s, 2))
+    return slowed_s
+
+
 CHILD = """
-import json, sys, torch
+import json, sys
 from pathlib import Path
 from outrider.config import load_run
 from outrider.train.loop import train
@@ -189,52 +208,115 @@ print(json.dumps(train(load_run(Path(sys.argv[1])), check=None)))
 """
 
 
-def soak(options: argparse.Namespace) -> None:
-    """The run alone, then killed and resumed: the same state to the bit? Memory and steps a second, start by start."""
-    from crashes import tensors_of
+def soak_run(folder: Path, options: argparse.Namespace) -> Callable[[str], RunConfig]:
+    """Makes a target, rows and run files: toys, or a target of width 512 and a drafter of 4 M parameters."""
     from endure import make_data, toy_run
+    from toys import EOS, PAD, VOCAB
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from outrider.config import to_toml
+    make_data(folder)
+    if not options.toy:
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(
+            vocab_size=VOCAB, hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8,
+            num_key_value_heads=4, eos_token_id=EOS, pad_token_id=PAD, bos_token_id=None)).save_pretrained(folder / "target")
+
+    def run_named(name: str) -> RunConfig:
+        run = toy_run(folder, name)
+        train = {"steps": options.steps, "device": str(DEVICE), "attention": "dense", "log_every": 5}
+        run = run.model_copy(update={"train": run.train.model_copy(update=train), "checkpoint": CheckpointConfig(every=25)})
+        (folder / f"{name}.toml").write_text(to_toml(run), encoding="utf-8")
+        return run
+
+    return run_named
+
+
+@dataclasses.dataclass
+class Watched:
+    """One start of a run seen from outside. `looks`: time, step logged, resident bytes, bytes used on the device."""
+
+    code: int
+    looks: list[tuple[float, int, int, int]]
+
+    def as_line(self) -> dict[str, Any]:
+        steady = [look for look in self.looks if look[1] > self.looks[0][1]]
+        if not steady:
+            return {"ended": self.code, "new_steps": 0}
+        quarter = max(1, len(steady) // 4)
+        first, last = steady[:quarter], steady[-quarter:]
+        mib = {name: [round(statistics.median(look[at] for look in part) / 2**20) for part in (first, last)]
+               for name, at in (("resident_mib_first_last_quarter", 2), ("device_mib_first_last_quarter", 3))}
+        return {"ended": self.code, "seconds_of_steps": round(steady[-1][0] - steady[0][0], 1),
+                "new_steps": steady[-1][1] - self.looks[0][1], **mib}
+
+
+def watch(folder: Path, run: RunConfig, *, kill_after_s: float | None) -> Watched:
+    """Start the run; kill it so long after its first new step, or let it end."""
+    metrics, looks = run.train.folder / "metrics.jsonl", list[tuple[float, int, int, int]]()
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(folder / f"{run.train.folder.name}.toml")],
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    saved = sorted((run.train.folder / "checkpoints").glob("step-????????"))
+    begun, first_step = int(saved[-1].name[5:]) if saved else 0, None
+    left_over, going = size_of(metrics), False  # lines past the checkpoint, until the start has cut them off
+    looks.append((time.monotonic(), begun, 0, 0))
+    while child.poll() is None:
+        time.sleep(0.1)
+        free = torch.cuda.mem_get_info()[0] if CUDA else 0
+        going = going or size_of(metrics) != left_over
+        step = max(begun, last_step(metrics)) if going else begun
+        looks.append((time.monotonic(), step, resident(child.pid), DEVICE_BYTES - free))
+        if first_step is None and step > begun:
+            first_step = time.monotonic()
+        if kill_after_s is not None and first_step is not None and time.monotonic() - first_step > kill_after_s:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+    return Watched(child.returncode, looks[:-1])
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def last_step(metrics: Path) -> int:
+    """The step of the newest whole line."""
+    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
+    return next((json.loads(line)["step"] for line in reversed(lines) if line.endswith(b"\n")), 0)
+
+
+def soak(options: argparse.Namespace) -> None:
+    """The run alone, then killed and resumed, then alone again: the same state to the bit? Memory and speed, start by start."""
+    from crashes import tensors_of
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make_data(folder)
+        named = soak_run(folder, options)
+        runs = {name: named(name) for name in ("before", "killed", "after")}
+        out(what="uninterrupted, before", **watch(folder, runs["before"], kill_after_s=None).as_line())
+        draw, starts, began = random.Random(0), [], time.monotonic()
+        while not starts or starts[-1].code == -signal.SIGKILL:
+            kills = len(starts)
+            goes_on = kills < options.kills and time.monotonic() - began < options.limit_s
+            after = draw.uniform(0.2, 1.0) * options.seconds if goes_on else None
+            starts.append(watch(folder, runs["killed"], kill_after_s=after))
+            out(what=f"start {kills + 1} of the killed run", at_s=round(time.monotonic() - began), **starts[-1].as_line())
+        out(what="uninterrupted, after", **watch(folder, runs["after"], kill_after_s=None).as_line())
+        times = {name: step_times(run) for name, run in runs.items()}
+        alone = statistics.median(times["before"] + times["after"])
+        out(what="step, ms", **{name: spread(values) for name, values in times.items()},
+            killed_over_uninterrupted=round(statistics.median(times["killed"]) / alone, 4),
+            after_over_before=round(statistics.median(times["after"]) / statistics.median(times["before"]), 4))
+        whole = tensors_of(runs["before"])
+        for name in ("killed", "after"):
+            found = tensors_of(runs[name])
+            different = [key for key in whole if not torch.equal(whole[key], found[key])]
+            out(what=f"final state, {name} against before", kills=len(starts) - 1 if name == "killed" else 0, tensors=len(whole),
+                different=len(different), names=different[:3], device=DEVICE.type)
 
-        def command(name: str) -> tuple[Any, list[str]]:
-            run = toy_run(folder, name)
-            train = {"steps": options.steps, "device": DEVICE.type, "attention": "dense", "log_every": 10}
-            run = run.model_copy(update={"train": run.train.model_copy(update=train),
-                                         "checkpoint": CheckpointConfig(every=100)})
-            (folder / f"{name}.toml").write_text(to_toml(run), encoding="utf-8")
-            return run, [sys.executable, "-c", CHILD, str(folder / f"{name}.toml")]
 
-        whole, alone = command("whole")
-        subprocess.run(alone, check=True, capture_output=True)
-        lines = (whole.train.folder / "metrics.jsonl").read_text().splitlines()
-        out(what="uninterrupted", **rate(lines))
-        run, again = command("killed")
-        draw, kills = random.Random(0), 0
-        while True:
-            memory: list[int] = []
-            child = subprocess.Popen(again, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            deadline = time.monotonic() + (draw.uniform(0.3, 1.0) * options.seconds + 5 if kills < options.kills else 1e9)
-            while child.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.5)
-                memory.append(resident(child.pid))
-            if child.poll() is None:
-                child.send_signal(signal.SIGKILL)
-                child.wait()
-                kills += 1
-            metrics_file = run.train.folder / "metrics.jsonl"
-            found = metrics_file.read_text().splitlines() if metrics_file.exists() else []
-            out(what=f"start {kills}", ended=child.returncode, steps_logged=len(found), rss_mib=[m >> 20 for m in memory[::4]],
-                **rate(found))
-            if child.returncode != -signal.SIGKILL:
-                break
-        a, b = tensors_of(whole), tensors_of(run)
-        different = [name for name in a if not torch.equal(a[name], b[name])]
-        out(what="killed against uninterrupted", kills=kills, tensors=len(a), different=len(different), same=not different,
-            device=DEVICE.type)
+def step_times(run: RunConfig) -> list[float]:
+    """Milliseconds of each logged step."""
+    lines = (run.train.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [1000 * sum(found["seconds"].values()) for found in map(json.loads, lines) if "loss" in found and "event" not in found]
 
 
 def resident(pid: int) -> int:
@@ -245,21 +327,14 @@ def resident(pid: int) -> int:
         return 0
 
 
-def rate(lines: list[str]) -> dict[str, Any]:
-    """Median milliseconds of a step, over the first and the second half of the lines."""
-    times = [1000 * sum(json.loads(line)["seconds"].values()) for line in lines if '"loss"' in line and line.endswith("}")]
-    halves = times[: len(times) // 2], times[len(times) // 2:]
-    return {f"step_ms_{name}_half": round(statistics.median(half), 2) if half else None
-            for name, half in zip(("first", "second"), halves, strict=True)}
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("part", choices=("cost", "soak"), nargs="?", default="cost")
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--saves", type=int, default=2)
-    options.add_argument("--kills", type=int, default=3)
+    options.add_argument("--kills", type=int, default=10)
     options.add_argument("--seconds", type=float, default=6.0)
+    options.add_argument("--limit-s", type=float, default=1800.0)
     options.add_argument("--folder")
     options.add_argument("--toy", action="store_true")
     chosen = options.parse_args()

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,19 @@ Share = Annotated[Real, Field(ge=0.0, le=1.0)]
 Place = Annotated[Path, AfterValidator(Path.expanduser)]
 DType = Literal["float32", "bfloat16"]
 Sharding = Literal["ddp", "fsdp2"]
+LOGIN = re.compile(r"(?<=//)[^/@]*@|^[^/@]*:[^/@]*@")
+NO_LOGIN = "must hold no user and password, it is said and written down: put them into ~/.netrc (machine, login, password)"
+
+
+def without_login(address: str) -> str:
+    """An address as it may be shown."""
+    return LOGIN.sub("", address)
+
+
+def _no_login(address: str) -> str:
+    if without_login(address) != address:
+        raise ValueError(NO_LOGIN)
+    return address
 
 
 class Section(BaseModel):
@@ -26,10 +40,14 @@ class Section(BaseModel):
 
 
 class TargetConfig(Section):
-    """The frozen target: `path` is a local folder or a hub id; it is loaded in `dtype`."""
+    """The frozen target: `path` is a local folder or a hub id; it is loaded in `dtype`.
+
+    `trust_remote_code`: Python code in that folder may run on this machine. Without it a target that needs its own is refused.
+    """
 
     path: Annotated[str, AfterValidator(os.path.expanduser)]
     dtype: DType = "bfloat16"
+    trust_remote_code: bool = False
 
 
 class DataConfig(Section):
@@ -61,7 +79,7 @@ class FeaturesConfig(Section):
     keep_dtype: Literal["target", "fp8"] = "target"
     kernel_cache: Place | None = None
     require_fast_kernels: bool = False
-    server: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
+    server: Annotated[str, Field(pattern=r"^https?://[^/]+"), AfterValidator(_no_login)] | None = None
     server_folder: Place | None = None
     server_requests: Positive = 8
     server_check: Literal["all", "first"] = "all"
@@ -281,8 +299,8 @@ def _explain(detail: ErrorDetails) -> str:
         return f"unknown key '{name}': {hint}"
     if detail["type"] == "missing":
         return f"'{name}' is missing: add it"
-    rule = RULES.get(detail["type"]) or detail["msg"].replace("Input should be", "must be")
-    return f"{name} = {_toml_value(detail['input'])}: {rule}"
+    rule = RULES.get(detail["type"]) or detail["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
+    return f"{name} = {without_login(_toml_value(detail['input']))}: {rule}"
 
 
 def _known_keys(place: list[str]) -> list[str]:

@@ -29,6 +29,13 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def check_name(name: str, *, where: str) -> None:
+    """Raise UserError unless `name`, read from the file `where`, stays below that file's folder: it comes from outside."""
+    if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise UserError(f"{where}: names the file {name!r}, which is not in its own folder: it may be made to reach other files, "
+                        "fetch it again from who made it")
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries (created, renamed) to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -16,7 +16,7 @@ from outrider.errors import UserError
 from outrider.model.drafter import count_parameters
 from outrider.train import host_memory
 from outrider.train import keeper as keeper_module
-from outrider.train.checkpoint import Origin, Position, Snapshot, list_checkpoints
+from outrider.train.checkpoint import Origin, Position, Snapshot, list_checkpoints, verify_checkpoint
 from outrider.train.host_memory import HostMemory
 from outrider.train.keeper import Keeper, kept
 from outrider.train.loop import train
@@ -130,6 +130,19 @@ def test_a_run_that_has_too_little_host_memory_does_not_begin(
     with pytest.raises(UserError, match=r"a checkpoint is copied to 0\.\d\d GiB of host memory, and 0\.00 are available"):
         train(config, check=None)
     assert [path.name for path in config.train.folder.rglob("*") if path.is_file()] == []
+
+
+def test_a_checkpoint_that_was_moved_and_linked_back_ends_like_others_and_what_it_links_to_stays(tmp_path: Path) -> None:
+    drafter, optimizer = trained(1)
+    with Keeper(tmp_path, CheckpointConfig(keep_last=1), ORIGIN, Position(), ALONE) as keeper:
+        keeper.save(drafter, optimizer, Position(step=1))
+        keeper.wait()
+        (moved := tmp_path / "elsewhere").mkdir()
+        (there := list_checkpoints(tmp_path)[0]).rename(moved / "kept")
+        there.symlink_to(moved / "kept")
+        keeper.save(drafter, optimizer, Position(step=2))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    verify_checkpoint(moved / "kept")
 
 
 def test_a_failed_write_reaches_the_loop_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

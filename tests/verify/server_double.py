@@ -11,8 +11,9 @@ Reply = Callable[[str, dict[str, Any] | None], tuple[int, bytes]]
 
 
 @contextlib.contextmanager
-def serving(reply: Reply) -> Iterator[str]:
-    """The address of a server whose every answer is `reply(path, body)`: a status and bytes; status 0 closes the connection."""
+def serving(reply: Reply, logins: list[str | None] | None = None) -> Iterator[str]:
+    """The address of a server whose every answer is `reply(path, body)`: a status and bytes; status 0 closes the connection.
+    `logins` takes the Authorization of each request."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -22,6 +23,8 @@ def serving(reply: Reply) -> Iterator[str]:
             self.answer(None)
 
         def answer(self, body: dict[str, Any] | None) -> None:
+            if logins is not None:
+                logins.append(self.headers["Authorization"])
             status, content = reply(self.path, body)
             if status == 0:
                 self.close_connection = True

@@ -1,12 +1,15 @@
 """A server's own counts, as differences; and every way in which a server can be the wrong one, broken, or gone."""
 
+import base64
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from server_double import Engine, serving
 
+from outrider.config import parse_run
 from outrider.errors import UserError
 from outrider.verify.engines import open_engine, read_prometheus
 from outrider.verify.sampling import DecodeOptions
@@ -160,3 +163,32 @@ def test_prometheus_text() -> None:
                             'b 1.5 1700000000\nc nan\n\nd{ 3\n')
     assert found["a"] == {(("x", "1"), ("y", 'a\\"b,}')): 2.0, (("x", "2"),): 300.0}
     assert found["b"] == {(): 1.5}
+
+
+@pytest.mark.parametrize("address", ["http://me:secret@127.0.0.1:8000/v1", "https://token-secret@host", "me:secret@host:1",
+                                     "http://me:secret@127.0.0.1:notaport/"])
+def test_an_address_with_a_password_is_refused_without_saying_it(address: str) -> None:
+    """urllib's own error would say it: "nonnumeric port: 'secret@127.0.0.1:80'"."""
+    with pytest.raises(UserError, match=r"--base-url [^@]*: must") as refused:
+        measure("vllm", address)
+    assert "secret" not in str(refused.value)
+    with pytest.raises(UserError, match=r"features\.server = ") as refused:
+        parse_run({"features": {"server": address}}, where="run.toml")
+    assert "secret" not in str(refused.value)
+
+
+def test_a_password_is_taken_from_netrc_and_neither_said_nor_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logins: list[str | None] = []
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with serving(Engine("vllm"), logins) as address:
+        measure("vllm", address)
+        assert set(logins) == {None}, "there is no such file"
+        (tmp_path / "netrc").write_text("machine other.host login you password other\n"
+                                        "machine 127.0.0.1 login me password secret\n")
+        logins.clear()
+        assert "secret" not in json.dumps(measure("vllm", address))
+        assert set(logins) == {"Basic " + base64.b64encode(b"me:secret").decode()}
+        (tmp_path / "netrc").write_text("machine 127.0.0.1 login me\nsecret\n")
+        with pytest.raises(UserError, match=r"netrc:\d+: cannot be understood") as refused:
+            measure("vllm", address)
+        assert "secret" not in str(refused.value)

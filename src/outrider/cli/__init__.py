@@ -26,6 +26,7 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
 TopK = Annotated[int, typer.Option(help="Sample among the k likeliest; 0 is off.")]
 TreeBudget = Annotated[int, typer.Option(help="Verify so many draft tokens at a time, as a tree; 0 is one chain.")]
+TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let Python code in the target's folder run here.")]
 LOOKUP = "lookup"  # the rival that is no drafter
 
 Drafter = Annotated[Path, typer.Option("--drafter", help="An exported folder, a checkpoint, or a run.")]
@@ -45,6 +46,7 @@ def respond(
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     dtype: Precision = "bfloat16",
     device: Device = "cpu",
+    trust_remote_code: TrustCode = False,
 ) -> dict[str, Any]:
     """Have the target answer prompts: the text that its drafter should learn from.
 
@@ -55,6 +57,7 @@ def respond(
     from outrider.features.target import load_target, load_tokenizer, target_digest
     from outrider.verify.sampling import DecodeOptions
 
+    _trust(target, trust_remote_code)
     tokenizer = load_tokenizer(target)
     loaded = load_target(target, dtype=_dtype(dtype), device=_device(device), last_layer=None, head=True)
     stop_ids = tuple(loaded.stop_ids(tokenizer))
@@ -86,6 +89,7 @@ def prepare(
     on_bad_record: Annotated[str, typer.Option(help="'stop' at a record that cannot be used, or 'drop' and count it.")] = "stop",
     max_unsupervised_share: Annotated[float, typer.Option(help="Refuse when more of the documents have nothing to learn.")] = 0.5,
     max_bad_share: Annotated[float, typer.Option(help="With 'drop': stop when more of the records cannot be used.")] = 0.05,
+    trust_remote_code: TrustCode = False,
 ) -> dict[str, Any]:
     """Turn conversations into rows of tokens with a loss mask, and count what was kept, dropped and why.
 
@@ -96,6 +100,7 @@ def prepare(
     from outrider.features.facts import read_facts
     from outrider.features.target import load_tokenizer, read_stop_ids
 
+    _trust(target, trust_remote_code)
     facts, tokenizer = read_facts(target), load_tokenizer(target)
     options = PrepareOptions(
         vocab_size=facts.vocab_size, row_length=row_length, supervise=supervise, on_bad_record=on_bad_record,
@@ -207,6 +212,7 @@ def evaluate(
     concurrency: Annotated[int, typer.Option(help="Requests to the server at a time.")] = 1,
     dtype: Precision = "float32",
     device: Device = "cpu",
+    trust_remote_code: TrustCode = False,
 ) -> dict[str, Any]:
     """Measure the accepted length and the speed-up, and check that the text is the target's own, token for token.
 
@@ -224,6 +230,7 @@ def evaluate(
         raise UserError("--target: is missing: name the target's folder or hub id")
     if page is not None:
         check_page(page)
+    _trust(target, trust_remote_code)
     tokenizer = load_tokenizer(target)
     questions = read_questions(prompts, prompt_set, tokenizer, limit=limit, thinking=thinking)
     options = DecodeOptions(max_new_tokens, tuple(read_stop_ids(target, tokenizer)), temperature, top_p, top_k, seed, tree_budget)
@@ -274,6 +281,7 @@ def generate(
     execution: Annotated[str | None, typer.Option(help="eager, graph or compiled; graph on CUDA.")] = None,
     dtype: Precision = "float32",
     device: Device = "cpu",
+    trust_remote_code: TrustCode = False,
 ) -> dict[str, Any]:
     """Stream an answer; on a terminal, what the drafter guessed right is green. Says at the end how it came.
 
@@ -291,6 +299,7 @@ def generate(
         raise UserError(f"{'--drafter' if target else '--target'}: is missing: name its folder")
     if prompt is None and not chat:
         raise UserError("prompt: is missing: say what to ask, or give --chat to ask turn by turn")
+    _trust(target, trust_remote_code)
     tokenizer = load_tokenizer(target)
     template = chat_format(tokenizer, stop_token_ids=(), template_options={})
     first = None if prompt is None else prompt_ids(PromptLine("prompt", _text(prompt), None, {}), template)
@@ -335,6 +344,7 @@ def export(
     formats: Annotated[str, typer.Option("--format", help="hf, gguf (llama.cpp) or speculators; hf,gguf writes both.")] = "hf",
     dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")] = "bfloat16",
     golden: Annotated[bool, typer.Option("--golden", help="Load the target and add a golden vector to check engines.")] = False,
+    trust_remote_code: TrustCode = False,
 ) -> dict[str, Any]:
     """Write the folder that servers load, check it, and print the serve commands.
 
@@ -342,6 +352,10 @@ def export(
     """
     from outrider.weights.export import export as run
 
+    if trust_remote_code and target is None:
+        raise UserError("--trust-remote-code: whose code may run is for you to say, not for a checkpoint: name the target with "
+                        "--target")
+    _trust(target, trust_remote_code)
     return run(checkpoint, out, target, formats=formats.split(","), dtype=_dtype(dtype), golden=golden)
 
 
@@ -379,6 +393,13 @@ def _load_pair(target: str, drafter: Path, dtype: str, device: str) -> Any:
     opened = open_drafter(drafter, dtype=_dtype(dtype), device=_device(device))  # the small one first: its errors come at once
     check_scale(drafter, target)
     return load_target(target, dtype=dtype, device=device, last_layer=None, head=True), opened
+
+
+def _trust(target: str | None, asked: bool) -> None:
+    from outrider.features.trust import trust_code
+
+    if asked and target:
+        trust_code(target)
 
 
 def _dtype(name: str) -> str:

@@ -11,19 +11,23 @@ from outrider.errors import UserError
 def job_of(run: Path, settings: Sequence[str], *, row_length: int | None, suppositions: Sequence[str]) -> Any:
     """A run file, resolved for a GPU, and its job for the ledger."""
     from outrider.features.facts import read_facts
+    from outrider.features.trust import trust_as_asked
     from outrider.planner.run import job_from
     from outrider.train.resolve import resolve
 
     config = load_run(run, [*settings, "train.device=cuda"])
+    trust_as_asked(config.target)
     resolved = resolve(config, read_facts(config.target.path))
     return resolved, job_from(resolved.config, resolved.shape, row_length=row_length, suppositions=suppositions)
 
 
 def train_here(run: Path, settings: Sequence[str]) -> dict[str, Any]:
     """`train` in this process, alone or as one of several."""
+    from outrider.features.trust import trust_as_asked
     from outrider.train.loop import train as start
 
     config = load_run(run, settings)
+    trust_as_asked(config.target)  # before the loop does: the prompts of the acceptance check want its tokenizer
     return start(config, check=acceptance_check(config), initial=initial_drafter(config))
 
 

@@ -1,10 +1,15 @@
 """Takes the address of an HTTP server and what to ask it, gives its answer; knows nothing of what is asked."""
 
+import base64
 import http.client
 import json
+import netrc
+import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from outrider.errors import UserError
@@ -18,6 +23,8 @@ def call(url: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> str:
     """What the server answers to a POST of `body` as JSON, or to a GET. Raises UserError naming the address and the fault."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    if login := _login(urllib.parse.urlsplit(url).hostname):
+        request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return str(answer.read().decode("utf-8"))
@@ -29,6 +36,20 @@ def call(url: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> str:
         raise Unreachable(f"{url}: the server cannot be reached or broke off ({error}): check the address") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{url}: the server's answer is not text ({error}): check the address") from error
+
+
+def _login(host: str | None) -> str | None:
+    """`user:password` for the host from $NETRC or ~/.netrc, as curl reads it; None where it names none. Raises UserError."""
+    place = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        found = netrc.netrc(str(place)).authenticators(host or "")
+    except FileNotFoundError:
+        return None
+    except netrc.NetrcParseError as error:  # its words may hold a password
+        raise UserError(f"{place}:{error.lineno}: cannot be understood: correct the file") from None
+    except OSError as error:
+        raise UserError(f"{place}: cannot be read ({error.strerror}): correct its permissions") from error
+    return f"{found[0]}:{found[2] or ''}" if found else None
 
 
 def call_json(url: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> Any:

@@ -10,8 +10,10 @@ from typing import Any
 from transformers.models.auto.configuration_auto import AutoConfig
 
 from outrider.errors import UserError
+from outrider.features.trust import code_of, unusable
+from outrider.files import check_name, read_json
 
-NO_CODE: dict[str, Any] = {"trust_remote_code": False}  # Python in a model folder is never run, and nobody is asked to
+INDEX_NAME = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,11 @@ def read_text_config(path: str) -> dict[str, Any]:
     check_folder(path)
     try:
         with _undocumented():
-            config = AutoConfig.from_pretrained(path, **NO_CODE)
+            config = AutoConfig.from_pretrained(path, **code_of(path))
             values: dict[str, Any] = config.get_text_config().to_dict()
             values.setdefault("quantization_config", config.to_dict().get("quantization_config"))  # of a wrapper: the outer one's
     except Exception as error:  # OSError, ValueError, KeyError, TypeError: whatever a damaged config.json provokes
-        raise UserError(f"target.path = {path!r}: no usable model config: {first_line(error)}") from error
+        raise unusable(path, "no usable model config", error) from error
     return values
 
 
@@ -99,14 +101,17 @@ def _undocumented() -> Iterator[None]:
 
 
 def check_folder(path: str) -> None:
-    """Raises UserError when `path` looks like a local folder and is none, before a hub is asked."""
+    """Raises UserError when `path` looks like a local folder and is none, before a hub is asked; or when its index of weights
+    names files elsewhere. Links are followed: a hub's cache is made of them, and no archive that is read here makes one."""
     local = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if (looks_local or local.exists()) and not (local / "config.json").is_file():
         raise UserError(f"target.path = {path!r}: no config.json there: name a folder that holds a Hugging Face model, or a "
                         "hub id")
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, without the lines of advice below it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    if (local / INDEX_NAME).is_file():
+        index = read_json(local / INDEX_NAME, what="the target's index of weights")
+        places = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(places, dict):
+            raise UserError(f"{local / INDEX_NAME}: has no weight_map: fetch or save the model again")
+        for name in set(map(str, places.values())):
+            check_name(name, where=str(local / INDEX_NAME))

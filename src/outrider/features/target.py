@@ -21,9 +21,10 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from outrider.errors import UserError
-from outrider.features.facts import NO_CODE, TargetFacts, check_folder, first_line, read_facts
+from outrider.features.facts import TargetFacts, check_folder, read_facts
 from outrider.features.guards import lock_autotuner
-from outrider.files import digest, read_json
+from outrider.features.trust import code_of, first_line, is_trusted, unusable
+from outrider.files import digest, read_json, sha256_file
 from outrider.records import FrozenHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -195,7 +196,7 @@ def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, h
     """
     lock_autotuner()  # transformers imports flash-linear-attention while it loads
     facts = read_facts(path)
-    config = AutoConfig.from_pretrained(path, **NO_CODE)
+    config = AutoConfig.from_pretrained(path, **code_of(path))
     if last_layer is not None:
         _cut(config.get_text_config(), last_layer + 1)
     # transformers' default, sdpa, leaves a cap on the scores out without a word (5.17); None is its default
@@ -207,10 +208,10 @@ def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, h
         model, found = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=DTYPES[dtype], device_map=None if device == "cpu" else {"": device},
             output_loading_info=True, use_safetensors=True, attn_implementation="eager" if capped else None,
-            **NO_CODE,
+            **code_of(path),
         )
     except Exception as error:  # safetensors, OSError, ValueError, RuntimeError: whatever a damaged folder provokes
-        raise UserError(f"target.path = {path!r}: the weights cannot be loaded: {first_line(error)}") from error
+        raise unusable(path, "the weights cannot be loaded", error) from error
     finally:
         transformers.logging.set_verbosity(loud)
     absent = sorted(found["missing_keys"])
@@ -262,13 +263,14 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The target's tokenizer. Raises UserError when it is missing or damaged."""
     check_folder(path)
     try:
-        return AutoTokenizer.from_pretrained(path, **NO_CODE)
+        return AutoTokenizer.from_pretrained(path, **code_of(path))
     except Exception as error:  # tokenizers raises bare Exception on a damaged file
-        raise UserError(f"target.path = {path!r}: no usable tokenizer: {first_line(error)}") from error
+        raise unusable(path, "no usable tokenizer", error) from error
 
 
 def target_digest(path: str) -> str:
-    """A cheap identity of a local target: its config, and name, size, first and last MiB of each weights file.
+    """A cheap identity of a local target: its config, name, size, first and last MiB of each weights file, and its own code where
+    that may run.
 
     For a hub id it is the id itself.
     """
@@ -282,4 +284,6 @@ def target_digest(path: str) -> str:
             handle.seek(-min(2**20, file.stat().st_size), os.SEEK_END)
             ends.update(handle.read())
         parts[file.name] = [file.stat().st_size, ends.hexdigest()]
+    if is_trusted(path):
+        parts |= {file.name: sha256_file(file) for file in sorted(folder.glob("*.py"))}
     return digest(parts)

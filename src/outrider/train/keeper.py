@@ -171,4 +171,4 @@ def sweep(run_folder: Path, policy: CheckpointConfig) -> None:
         for old in positions.keys() - kept(positions, policy):
             old.rename(old.with_name(f".{old.name}.partial"))
         for leftover in (run_folder / "checkpoints").glob(".step-*.partial"):
-            shutil.rmtree(leftover)
+            leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)  # one that was moved, and linked back

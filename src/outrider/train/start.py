@@ -25,6 +25,7 @@ from outrider.features.target import (
     read_stop_ids,
     target_digest,
 )
+from outrider.features.trust import trust_as_asked
 from outrider.files import digest, explain_os_errors, write_atomic
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter, count_parameters, initialise
@@ -50,10 +51,10 @@ from outrider.train.step import Learner
 
 RESOLVED_NAME = "resolved.toml"
 FEATURES_NAME = "features"
-FREE_TO_CHANGE = {"train.folder", "train.log_every", "train.tracker", "train.max_hours", "train.accept_every",
-                  "train.accept_prompts", "train.accept_tokens", "train.trace_steps", "features.kernel_cache",
-                  "features.require_fast_kernels", "features.server", "features.server_folder", "features.server_requests",
-                  "features.server_check"}
+FREE_TO_CHANGE = {"target.trust_remote_code", "train.folder", "train.log_every", "train.tracker", "train.max_hours",
+                  "train.accept_every", "train.accept_prompts", "train.accept_tokens", "train.trace_steps",
+                  "features.kernel_cache", "features.require_fast_kernels", "features.server", "features.server_folder",
+                  "features.server_requests", "features.server_check"}
 FREE_SECTIONS = {"checkpoint", "guards", "placement"}
 
 
@@ -108,6 +109,7 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     Raises UserError, with nothing written, when the run cannot start, is not the one that its folder holds, or cannot fit on the
     cards that `card_of` tells of. Every process must call it; the first one looks at the disk for all.
     """
+    trust_as_asked(config.target)
     resolved = resolve(config, read_facts(config.target.path))
     check_optimizer(resolved.config)
     settings = resolved.config.train

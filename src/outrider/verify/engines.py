@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from outrider.config import NO_LOGIN, without_login
 from outrider.errors import UserError
 from outrider.features.calls import call, call_json
 from outrider.verify.sampling import DecodeOptions
@@ -62,7 +63,9 @@ def open_engine(name: str, url: str, *, drafts: bool) -> Engine:
     if name not in ENGINES:
         raise UserError(f"--engine {name}: must be one of {', '.join(ENGINES)}")
     if not re.match(r"https?://[^/]", url):
-        raise UserError(f"--base-url {url}: must be the address of a server, such as http://127.0.0.1:8000")
+        raise UserError(f"--base-url {without_login(url)}: must be the address of a server, such as http://127.0.0.1:8000")
+    if without_login(url) != url:
+        raise UserError(f"--base-url {without_login(url)}: {NO_LOGIN}")
     return ENGINES[name](url.rstrip("/").removesuffix("/v1"), drafts)
 
 

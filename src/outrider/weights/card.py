@@ -22,8 +22,11 @@ from outrider.weights.golden import GOLDEN_NAME, STAGES
 CARD_NAME = "README.md"
 
 
-def model_card(shape: DrafterShape, *, target: str, run: Path | None, serve: Mapping[str, str], golden: bool) -> str:
-    """The card, in Markdown with the metadata block of model hubs. `run`: the run folder of the checkpoint, if it has one."""
+def model_card(
+    shape: DrafterShape, *, target: str, run: Path | None, serve: Mapping[str, str], golden: bool, code: bool
+) -> str:
+    """The card, in Markdown with the metadata block of model hubs. `run`: the run folder of the checkpoint, if it has one.
+    `code`: Python code of the target's own was let run for the export, as it may have been for the run."""
     name = Path(target).name
     parts = [
         _front_matter(target),
@@ -33,6 +36,10 @@ def model_card(shape: DrafterShape, *, target: str, run: Path | None, serve: Map
         "## Measured\n\n" + _measured(run),
         "## Serve\n\n" + "\n\n".join(f"{engine}:\n```\n{command}\n```" for engine, command in serve.items()),
     ]
+    if code or (run is not None and (run / RESOLVED_NAME).is_file() and load_run(run / RESOLVED_NAME).target.trust_remote_code):
+        parts.append("## The target's own code\n\nThis target comes with Python code of its own, which was let run "
+                     "(`trust_remote_code`) when this drafter was made. An engine that serves the target wants "
+                     "`--trust-remote-code` too: read that code first.")
     if golden:
         parts.append(f"## Check an engine\n\n`{GOLDEN_NAME}` holds one draft with every stage ({', '.join(STAGES)}), computed in "
                      "float32 from these weights. `outrider.weights.golden.check_golden` compares what an engine computed and "

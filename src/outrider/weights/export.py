@@ -8,8 +8,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from outrider.errors import UserError
-from outrider.features.facts import NO_CODE, read_facts
+from outrider.features.facts import read_facts
 from outrider.features.target import DTYPES, load_target, load_tokenizer
+from outrider.features.trust import code_of, is_trusted
 from outrider.files import atomic_folder, write_json
 from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, to_config
@@ -60,7 +61,7 @@ def export(
             whole = load_target(target, dtype="float32", device="cpu", last_layer=None, head=True)
             ids = load_tokenizer(target)(GOLDEN_TEXT)["input_ids"]
             write_golden(temporary / GOLDEN_NAME, golden_draft(whole, drafter, ids))
-        card = model_card(drafter.shape, target=target, run=run, serve=serve, golden=golden)
+        card = model_card(drafter.shape, target=target, run=run, serve=serve, golden=golden, code=is_trusted(target))
         (temporary / CARD_NAME).write_text(card, encoding="utf-8")
     return {"folder": str(out), "selfcheck": True, "formats": sorted(formats), "serve": serve}
 
@@ -88,7 +89,7 @@ def _config(formats: Collection[str], drafter: Drafter, target: str, dtype: str)
     if scale != 1 or softcap is not None:
         raise UserError(f"target.path = {target!r}: scales its embedding or caps its logits, which the speculators format cannot "
                         "say: use --format hf")
-    architectures = AutoConfig.from_pretrained(target, **NO_CODE).architectures or []
+    architectures = AutoConfig.from_pretrained(target, **code_of(target)).architectures or []
     return to_speculators(drafter.shape, target=target, architectures=architectures, dtype=dtype)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import UserError
-from outrider.features.facts import NO_CODE
 from outrider.features.target import DTYPES, embedding_scale, target_digest
+from outrider.features.trust import code_of
 from outrider.files import read_json
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
@@ -70,7 +70,8 @@ def check_scale(path: Path, target: str) -> None:
 def scale_of_embedding(target: str) -> float:
     """`embedding_scale` of a target by its config alone: no weights are loaded. Raises UserError."""
     with torch.device("meta"):
-        embedding = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target, **NO_CODE)).get_input_embeddings()
+        config = AutoConfig.from_pretrained(target, **code_of(target))
+        embedding = AutoModelForCausalLM.from_config(config, **code_of(target)).get_input_embeddings()
     return embedding_scale(embedding, where=target)
 
 
