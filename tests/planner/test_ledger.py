@@ -73,11 +73,12 @@ def test_drafter_weights_are_those_of_the_module(born_from: Job) -> None:
     assert shared_out["drafter: compute copy"] == pytest.approx(2 * parameters, abs=512)
 
 
-@pytest.mark.parametrize("eight_bit", [False, True])
-def test_the_host_holds_one_copy_of_what_a_checkpoint_writes(born_from: Job, eight_bit: bool) -> None:
-    job = replace(born_from, eight_bit=eight_bit, replicas=2, sharded=True)
+@pytest.mark.parametrize(("changes", "moments"), [
+    ({}, 8), ({"eight_bit": True}, 2 + 8 / 256), ({"replicas": 2}, 8), ({"replicas": 2, "sharded": True}, 4)], ids=str)
+def test_the_host_holds_one_copy_of_what_its_process_writes(born_from: Job, changes: dict[str, Any], moments: float) -> None:
+    job = replace(born_from, **changes)
     lines = host(job)
-    assert sum(item.bytes for item in lines) == pytest.approx((4 + (2 + 8 / 256 if eight_bit else 8)) * job.parameters, abs=4096)
+    assert sum(item.bytes for item in lines) == pytest.approx((4 + moments) * job.parameters, abs=4096)
     assert {item.lifetime for item in lines} == {"whole run"}
     assert not {item.name for item in lines} & {item.name for item in colocated(job).lines}, "they are none of the card's"
 

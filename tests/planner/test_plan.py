@@ -48,11 +48,13 @@ def test_uncompiled_two_pairs_do_not_fit_by_the_score_matrices_whose_bytes_are_s
 
 def test_the_memory_of_checkpoints_on_the_host_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     result = planned()
-    assert result["host_bytes"] == sum(line["bytes"] for line in result["host_lines"]) == 12 * result["job"]["drafter_parameters"]
+    # All weights, and a quarter of the moments: each of the four learners writes its own
+    assert result["host_bytes"] == sum(line["bytes"] for line in result["host_lines"])
+    assert result["host_bytes"] == pytest.approx(6 * result["job"]["drafter_parameters"], abs=2048)
     show_plan(result)
     said = capsys.readouterr().out
     assert f"On the host, in the first process, {result['host_bytes'] / 2**30:.1f} GiB:" in said
-    assert "checkpoint: copy of 'optimizer: both moments', page-locked, 12.9 GiB = 2 x P 1,730,213,120 x 4 B" in said
+    assert "checkpoint: copy of 'optimizer: both moments', page-locked, 3.2 GiB = 2 x P / 4 432,553,280 x 4 B" in said
 
 
 @pytest.mark.parametrize("anchors", [256, 64])

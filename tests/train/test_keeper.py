@@ -102,7 +102,7 @@ def test_copies_stand_in_memory_that_is_made_once_and_beside_the_steps(tmp_path:
             made_by.append(threading.current_thread().name)
             super().__init__(coming, device)
 
-    def write(folder: Path, snapshot: Snapshot, origin: Origin) -> None:
+    def write(folder: Path, snapshot: Snapshot, origin: Origin, shards: Path | None) -> None:
         everything = snapshot.drafter | snapshot.optimizer
         addresses.append({name: tensor.data_ptr() for name, tensor in everything.items() if tensor.dim()})
         large = sum(tensor.nbytes for tensor in everything.values() if tensor.dim())

@@ -19,7 +19,6 @@ CUBLAS_WORKSPACE = 32 * MIB  # from the allocator, per thread that multiplies: t
 # Of what comes and goes: reserved by the allocator and not in use at the peak, because gradients of weights do not fit the holes
 # that activations leave. Measured (bench/results/ledger.md): 0.08 with few anchors, 0.37 and 0.61 with many.
 GAPS = 0.25
-COPIED = ("drafter: masters", "optimizer: both moments", "optimizer: moments, 8 bit", "optimizer: scales of the moments")
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,11 @@ def capturer(job: Job) -> DeviceLedger:
 
 
 def host(job: Job) -> tuple[Line, ...]:
-    """What the first process holds of the machine's memory, not the card's, for the whole run: a checkpoint's copy."""
-    whole = [item for item in drafter_lines(replace(job, sharded=False)) if item.name in COPIED]
-    return tuple(replace(item, name=f"checkpoint: copy of '{item.name}', page-locked") for item in whole)
+    """What the first process holds of the machine's memory, not the card's, for the whole run: a checkpoint's copy of all weights
+    and of its own moments."""
+    copied = [item for item in drafter_lines(replace(job, sharded=False)) if item.name == "drafter: masters"]
+    copied += [item for item in drafter_lines(job) if item.name.startswith("optimizer: ")]
+    return tuple(replace(item, name=f"checkpoint: copy of '{item.name}', page-locked") for item in copied)
 
 
 def ledger_of(job: Job, roles: tuple[Role, ...]) -> DeviceLedger:

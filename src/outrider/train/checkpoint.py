@@ -3,11 +3,14 @@
 A checkpoint is a folder:
     drafter/config.json, drafter/model.safetensors   the fp32 masters in the published layout: engines load this folder as it is
     optimizer.safetensors                            both moments and step counts, `exp_avg/layers.0...`
+        or optimizer/*.safetensors                   the same where masters are shared out: each process wrote its own part
     rng.safetensors                                  random generators
     state.json                                       the position, and what the run was made from
     manifest.json                                    SHA-256 of all these files
+Either is read by any number of processes.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +20,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.errors import UserError
-from outrider.files import atomic_folder, read_json, set_aside, sha256_file, write_json
+from outrider.files import atomic_folder, check_name, read_json, set_aside, sha256_file, write_json
 from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME
 from outrider.progress import say
-from outrider.train.masters import piece_of
+from outrider.train.masters import is_shared_out, mine, piece_of
 from outrider.train.optim import coming_state, plain_state, rebuilt_state
 from outrider.train.rng import restore_rng
+from outrider.train.shards import names_in, read_shards
 from outrider.train.tensor_file import write_tensors
 
 FORMAT = 2
 DRAFTER_FOLDER, OPTIMIZER_NAME, RNG_NAME, STATE_NAME = "drafter", "optimizer.safetensors", "rng.safetensors", "state.json"
+SHARDS_FOLDER = "optimizer"
 FILES = (f"{DRAFTER_FOLDER}/{CONFIG_NAME}", f"{DRAFTER_FOLDER}/{WEIGHTS_NAME}", OPTIMIZER_NAME, RNG_NAME, STATE_NAME)
 
 Tensors = dict[str, Tensor]
@@ -78,7 +83,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a checkpoint holds, on the host, every number finite: training may go on while it is written."""
+    """All that a checkpoint holds, on the host, every number finite: training may go on while it is written.
+
+    Where masters are shared out, `optimizer` holds DTensors and `drafter` is empty in all processes but the first.
+    """
 
     position: Position
     drafter: Tensors
@@ -104,34 +112,61 @@ def coming(drafter: Drafter, optimizer: torch.optim.Optimizer) -> Tensors:
     return found
 
 
+def coming_here(drafter: Drafter, optimizer: torch.optim.Optimizer, *, leads: bool) -> Tensors:
+    """What of `coming` this process has to copy: the first one has all weights, and each its own moments."""
+    found: Tensors = {}
+    for name, parameter in drafter.named_parameters():
+        if leads:
+            found[name] = torch.empty(parameter.shape, device="meta")
+        if leads or is_shared_out(drafter):
+            found |= {f"{key}/{name}": tensor for key, tensor in coming_state(mine(parameter), optimizer).items()}
+    return found
+
+
 def moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> Tensors:
     """The optimizer's state by name in plain tensors, `exp_avg/layers.0...`; not copied."""
     return {f"{key}/{name}": value for name, parameter in drafter.named_parameters()
             for key, value in plain_state(optimizer.state[parameter]).items()}
 
 
-def write_checkpoint(run_folder: Path, snapshot: Snapshot, origin: Origin) -> Path:
-    """Write a checkpoint, whole or not at all. Raises UserError when the disk refuses."""
+def write_checkpoint(run_folder: Path, snapshot: Snapshot, origin: Origin, shards: Path | None = None) -> Path:
+    """Write a checkpoint, whole or not at all. Raises UserError when the disk refuses.
+
+    `shards`: a folder with the optimizer's state, which becomes a part of it; without, it is written from the snapshot.
+    """
     folder = checkpoint_path(run_folder, snapshot.position.step)
     facts = {key: value for key, value in asdict(origin).items() if key != "drafter_config"}
-    parts = {FILES[1]: (snapshot.drafter, {"format": "pt"}), OPTIMIZER_NAME: (snapshot.optimizer, None),
-             RNG_NAME: (snapshot.rng, None)}
+    parts = {FILES[1]: (snapshot.drafter, {"format": "pt"}), RNG_NAME: (snapshot.rng, None)}
+    if shards is None:
+        parts[OPTIMIZER_NAME] = (snapshot.optimizer, None)
     with atomic_folder(folder) as temporary:
         (temporary / DRAFTER_FOLDER).mkdir()
         write_json(temporary / DRAFTER_FOLDER / CONFIG_NAME, origin.drafter_config)
         write_json(temporary / STATE_NAME, {"format": FORMAT, "position": asdict(snapshot.position), **facts})
         sums = {name: write_tensors(tensors, temporary / name, metadata) for name, (tensors, metadata) in parts.items()}
-        sums |= {name: sha256_file(temporary / name) for name in FILES if name not in sums}
+        if shards is not None:
+            shards.rename(temporary / SHARDS_FOLDER)
+        sums |= {name: sha256_file(temporary / name) for name in _files(temporary) if name not in sums}
         write_json(temporary / "manifest.json", sums)
     return folder
+
+
+def _files(folder: Path) -> list[str]:
+    """What a checkpoint consists of, the manifest apart, by what lies there of the optimizer's two forms."""
+    shards = sorted(f"{SHARDS_FOLDER}/{file.name}" for file in (folder / SHARDS_FOLDER).glob("*"))
+    return [name for name in FILES if name != OPTIMIZER_NAME or not shards] + shards
 
 
 def verify_checkpoint(folder: Path) -> None:
     """Raises UserError when a file of the checkpoint is missing, cut or changed, OtherVersionError."""
     read_state(folder)
     manifest = read_json(folder / "manifest.json", what="the checkpoint's manifest")
-    for name in FILES:
+    names = _files(folder)
+    if isinstance(manifest, dict):
+        names += sorted(manifest.keys() - set(names))
+    for name in names:
         file = folder / name
+        check_name(name, where=str(folder / "manifest.json"))
         if not isinstance(manifest, dict) or not file.is_file() or sha256_file(file) != manifest.get(name):
             raise UserError(f"{file}: the checkpoint is damaged (the file is missing, cut or changed): use the one before it")
 
@@ -181,19 +216,34 @@ def newest_sound(run_folder: Path) -> Path | None:
 def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> Position:
     """Load weights, moments and random generators in place and return the position, exactly as they were saved.
 
-    The folder has been verified. Masters may be whole or shared out: each process takes what is its own.
+    The folder has been verified. Masters may be whole or shared out, then and now: each process takes what is its own.
     """
-    weights, saved = load_file(folder / DRAFTER_FOLDER / WEIGHTS_NAME), load_file(folder / OPTIMIZER_NAME)
+    weights = load_file(folder / DRAFTER_FOLDER / WEIGHTS_NAME)
     named = dict(drafter.named_parameters())
     assert weights.keys() == named.keys(), "the checkpoint is verified and of this run, so its names are"
+    plain = (_from_shards if (folder / SHARDS_FOLDER).is_dir() else _from_one_file)(folder, named)
     for name, parameter in named.items():
         parameter.copy_(piece_of(weights[name], parameter))
-        keys = {key.split("/", 1)[0] for key in saved if key.split("/", 1)[1] == name}
-        plain = {key: _placed(key, saved[f"{key}/{name}"], parameter) for key in keys}
-        optimizer.state[parameter] = rebuilt_state(plain, optimizer)
+        state = {key.split("/", 1)[0]: value for key, value in plain.items() if key.split("/", 1)[1] == name}
+        optimizer.state[parameter] = rebuilt_state(state, optimizer)
     restore_rng(load_file(folder / RNG_NAME))
     return read_position(folder)
 
 
-def _placed(key: str, value: Tensor, parameter: Tensor) -> Tensor:
-    return value.to(parameter.device) if key == "step" else piece_of(value, parameter)
+def _from_one_file(folder: Path, named: Mapping[str, Tensor]) -> Tensors:
+    """The optimizer's state by name, where its parameters are."""
+    state: Tensors = {}
+    for key, value in load_file(folder / OPTIMIZER_NAME).items():
+        kind, name = key.split("/", 1)
+        state[key] = value.to(named[name].device) if kind == "step" else piece_of(value, named[name])
+    return state
+
+
+def _from_shards(folder: Path, named: Mapping[str, Tensor]) -> Tensors:
+    """As `_from_one_file`."""
+    state: Tensors = {}
+    for key in names_in(folder / SHARDS_FOLDER):
+        kind, name = key.split("/", 1)
+        state[key] = torch.zeros((), device=named[name].device) if kind == "step" else torch.empty_like(named[name])
+    read_shards(folder / SHARDS_FOLDER, state)
+    return state

@@ -2,13 +2,14 @@
 
 Saving costs the loop one look for a NaN and one copy to the host; disk, checksums and the copy's memory, which is made beside the
 first steps and held, are another thread's.
-Of several processes the first one writes. Masters that are shared out come together in its host memory, a tensor at a time, so
-that a checkpoint is the same whatever number of processes wrote it.
+Of several processes the first one writes. Where masters are shared out each also writes its own part of the moments, two thirds
+of everything; the weights come together in the first one's host memory, a tensor at a time, as engines load them.
 """
 
 import shutil
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import TracebackType
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from outrider.config import CheckpointConfig
 from outrider.errors import RunFailure
@@ -27,16 +29,17 @@ from outrider.train.checkpoint import (
     Position,
     Snapshot,
     Tensors,
-    coming,
+    coming_here,
     list_checkpoints,
     moments,
     read_position,
     write_checkpoint,
 )
 from outrider.train.host_memory import HostMemory
-from outrider.train.masters import whole
+from outrider.train.masters import is_shared_out, mine, on_host, whole
 from outrider.train.processes import Processes
 from outrider.train.rng import rng_state
+from outrider.train.shards import write_shards
 
 QUIET_S = 5.0  # a longer wait for the disk is said
 
@@ -52,6 +55,7 @@ class Keeper:
         self.copy_seconds = self.write_seconds = 0.0  # of the newest one
         self._saved_at = time.monotonic()
         self._room: Future[HostMemory] | None = None
+        self._together: Together | None = None  # where masters are shared out
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -70,9 +74,13 @@ class Keeper:
                 self._room.result().close()
 
     def make_room(self, drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to make the host memory of a copy, which takes seconds for gigabytes."""
-        if self._room is None and self.processes.leads:
-            self._room = self._thread.submit(HostMemory, coming(drafter, optimizer), drafter.norm.weight.device)
+        """Begin to make the host memory of a copy, which takes seconds for gigabytes. Every process must call it."""
+        if self._room is not None:
+            return
+        if is_shared_out(drafter):
+            self._together = Together(self.processes)
+        wanted = coming_here(drafter, optimizer, leads=self.processes.leads)
+        self._room = self._thread.submit(HostMemory, wanted, drafter.norm.weight.device)
 
     def settle(self) -> None:
         """As `wait`, where something else has failed already: what the writer met is only said."""
@@ -99,18 +107,21 @@ class Keeper:
         self.make_room(drafter, optimizer)
         self.processes.meet()  # the first one may have waited for its disk, longer than others wait for a sum
         started = time.monotonic()
-        found: dict[str, Tensor] = {}
-        weights = self._to_host(drafter.state_dict(), found)
-        optimizer_state = self._to_host(moments(drafter, optimizer), found)
+        found: Tensors = {}
+        weights = self._to_host(drafter.state_dict(), whole, found, here=self.processes.leads)
+        state = moments(drafter, optimizer)
+        parts = self._to_host(state, mine, found, here=self.processes.leads or self._together is not None)
         device = drafter.norm.weight.device
         finite = torch.stack([extremes.to(device, torch.float32) for extremes in found.values()]).isfinite().all(dim=1)
         bad = [name for name, fine in zip(found, finite.tolist(), strict=True) if not fine]  # waits for the copies too
         self.copy_seconds = time.monotonic() - started
-        if bad:
-            raise RunFailure(f"{bad[0]} is not finite: no checkpoint was written, earlier ones are intact")
+        if first_bad := self.processes.first(bad[0] if bad else None):
+            raise RunFailure(f"{first_bad} is not finite: no checkpoint was written, earlier ones are intact")
         self.last, self._saved_at = position, time.monotonic()
-        if self.processes.leads:
-            self._writing = self._thread.submit(self._write, Snapshot(position, weights, optimizer_state, rng_state()))
+        if self._together is not None:
+            parts = {name: on_host(part, state[name], self._together.mesh) for name, part in parts.items()}
+        if self.processes.leads or self._together is not None:
+            self._writing = self._thread.submit(self._write, Snapshot(position, weights, parts, rng_state()))
 
     def check(self) -> None:
         """Raise what the writer met, if it has; called once a step."""
@@ -130,23 +141,44 @@ class Keeper:
             say(f"waiting for the checkpoint of step {self.last.step} to be written{before}")
         writing.result()
 
-    def _to_host(self, tensors: Mapping[str, Tensor], found: Tensors) -> Tensors:
-        """A copy of `tensors` in the first process's host memory, used again for the next one. `found` takes the least and the
-        largest number of each, made where it is: one reading by a GPU in place of a core's, and a NaN is both."""
+    def _to_host(
+        self, tensors: Mapping[str, Tensor], take: Callable[[Tensor], Tensor], found: Tensors, *, here: bool
+    ) -> Tensors:
+        """A copy of what `take` gives of each tensor, in host memory that is used again for the next one; none unless `here`.
+        `found` takes the least and the largest number of each, made where it is: one reading by a GPU in place of a core's, and a
+        NaN is both."""
         room, copies = self._room.result().tensors if self._room else {}, {}
         for name, tensor in tensors.items():
-            everything = whole(tensor.detach())
-            found[name] = torch.stack(torch.aminmax(everything))
-            if self.processes.leads:  # an optimizer's counters, a few bytes each, have no room of their own
-                place = room[name] if name in room else torch.empty_like(everything, device="cpu")
-                copies[name] = place.copy_(everything, non_blocking=True)
+            taken = take(tensor.detach())
+            if taken.numel():  # of a tensor with fewer rows than processes the last ones have nothing
+                found[name] = torch.stack(torch.aminmax(taken))
+            if here:  # an optimizer's counters, a few bytes each, have no room of their own
+                place = room[name] if name in room else torch.empty_like(taken, device="cpu")
+                copies[name] = place.copy_(taken, non_blocking=True)
         return copies
 
     def _write(self, snapshot: Snapshot) -> None:
         started = time.monotonic()
-        write_checkpoint(self.run_folder, snapshot, self.origin)
-        sweep(self.run_folder, self.policy)
+        shards = None
+        if self._together is not None and snapshot.optimizer:  # there is none before the first step
+            shards = self.run_folder / "checkpoints" / f".step-{snapshot.position.step:08d}.{self._together.token}.partial"
+            write_shards(shards, snapshot.optimizer, self._together.group)
+        if self.processes.leads:
+            write_checkpoint(self.run_folder, snapshot, self.origin, shards)
+            sweep(self.run_folder, self.policy)
         self.write_seconds = time.monotonic() - started
+
+
+class Together:
+    """What processes need that write shards: a group for their threads, a mesh of their CPUs, a name that no earlier start used.
+
+    Every process must make one, at the same time.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self.group = processes.apart()
+        self.mesh = init_device_mesh("cpu", (processes.count,))
+        self.token = processes.from_first(lambda: uuid.uuid4().hex[:8])
 
 
 def kept(positions: Mapping[Path, Position], policy: CheckpointConfig) -> set[Path]:

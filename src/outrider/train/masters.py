@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
@@ -151,6 +151,23 @@ def open_masters(drafter: Drafter, processes: Processes, sharding: Sharding) -> 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be shared out. Every process must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_shared_out(drafter: Drafter) -> bool:
+    """Does each process hold only its own part of the masters?"""
+    return isinstance(drafter.norm.weight, DTensor)
+
+
+def mine(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that may be shared out."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def on_host(part: Tensor, original: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`part`, a copy of `mine(original)` in host memory, as a part of a whole again; `mesh`: of the processes' CPUs."""
+    if not isinstance(original, DTensor):
+        return part
+    return DTensor.from_local(part, mesh, original.placements, run_check=False, shape=original.shape, stride=original.stride())
 
 
 def piece_of(everything: Tensor, parameter: Tensor) -> Tensor:

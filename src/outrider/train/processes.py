@@ -85,6 +85,10 @@ class Processes:
             return None
         return next(value for value in self.gather(found) if value is not None)
 
+    def apart(self) -> dist.ProcessGroup:
+        """The same processes for the collectives of another thread, over gloo."""
+        return dist.new_group(backend="gloo", timeout=PATIENCE)
+
     def gather(self, value: T) -> list[T]:
         """Every process's value, by rank."""
         if self.patient is None:

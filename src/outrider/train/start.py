@@ -32,7 +32,7 @@ from outrider.model.drafter import Drafter, count_parameters, initialise
 from outrider.model.published import to_config
 from outrider.progress import say
 from outrider.records import TokenRows
-from outrider.train.checkpoint import Origin, Position, coming, load_checkpoint, newest_sound, read_state
+from outrider.train.checkpoint import Origin, Position, coming, coming_here, load_checkpoint, newest_sound, read_state
 from outrider.train.forecast import CardOf, Forecast, foresee
 from outrider.train.guards import DiskWatch
 from outrider.train.host_memory import short_of
@@ -143,7 +143,8 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     steps = settings.steps or -(-settings.epochs * len(rows) // per_step)
     state_bytes = sum(tensor.nbytes for tensor in coming(learner.road.drafter, learner.optimizer).values())
     disk = DiskWatch(settings.folder, checkpoint_bytes=state_bytes, min_free_gib=config.guards.min_free_gib)
-    if short := processes.first(disk.short() or (short_of(state_bytes) if processes.leads else None)):
+    copied_here = coming_here(learner.road.drafter, learner.optimizer, leads=processes.leads).values()
+    if short := processes.first(disk.short() or short_of(sum(tensor.nbytes for tensor in copied_here))):
         raise UserError(short)
     if processes.leads:
         _write_resolved(resolved)
