@@ -38,6 +38,7 @@ from outrider.layout.anchors import draw_anchors
 from outrider.layout.blocks import build_blocks, default_gamma
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
+from outrider.model.fused_attention import kernels_for
 from outrider.planner.timeline import TraceFile, by_process, read_trace, write_trace
 from outrider.records import DrafterShape, Features, FrozenHead, TokenRows
 from outrider.train.lanes import Trace
@@ -46,7 +47,7 @@ from outrider.train.meter import Stopwatch
 from outrider.train.optim import build_optimizer
 from outrider.train.placement import Devices, open_relay
 from outrider.train.processes import ALONE
-from outrider.train.roads import DenseRoad, FusedRoad
+from outrider.train.roads import DenseRoad, FusedRoad, Road
 from outrider.train.step import Learner, MicroBatch, Supply, run_step
 
 WARM_UP = 2
@@ -68,7 +69,10 @@ class Bench:
         embedding = torch.nn.Embedding(shape.vocab_size, shape.hidden_size, device=device, dtype=dtype)
         head = torch.randn(shape.vocab_size, shape.hidden_size, device=device, dtype=dtype).mul_(shape.hidden_size**-0.5)
         fused = device.type == "cuda"
-        road = FusedRoad(drafter, dtype=dtype, activation_budget=1.0) if fused else DenseRoad(drafter, dtype=dtype)
+        road: Road = DenseRoad(drafter, dtype=dtype)
+        if fused:
+            kernels = kernels_for(device, head_dim=shape.head_dim, dtype=dtype)
+            road = FusedRoad(drafter, kernels, dtype=dtype, activation_budget=1.0)
         self.learner = Learner(road, WholeMasters(drafter, ALONE), Ends(embedding.requires_grad_(False), FrozenHead(head, None)),
                                build_optimizer(drafter, OptimizerConfig(learning_rate=1e-4)))
         self.count = 0

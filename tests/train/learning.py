@@ -12,9 +12,11 @@ from outrider.config import OptimizerConfig, PlacementConfig, Sharding
 from outrider.features.capture import FeatureSource
 from outrider.features.target import Target
 from outrider.layout.anchors import draw_anchors
+from outrider.layout.block_mask import block_mask
 from outrider.layout.blocks import build_blocks
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter, initialise
+from outrider.model.fused_attention import FusedKernels
 from outrider.records import DrafterShape, TokenRows
 from outrider.train.masters import open_masters
 from outrider.train.optim import build_optimizer
@@ -43,10 +45,9 @@ def masked_attention(q_BHQC: Tensor, k_BGNC: Tensor, v_BGNC: Tensor, mask: Block
 def fused_on_cpu(drafter: Drafter, *, dtype: torch.dtype) -> FusedRoad:
     """The fused road itself, its packed weights, masks and gradients, without its compiler and its kernel."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.train.roads.attention_for", lambda device, head_dim: masked_attention)
         patch.setattr("outrider.model.tripwire.install", lambda: None)
         patch.setattr(torch, "compile", lambda part, **options: part)
-        return FusedRoad(drafter, dtype=dtype, activation_budget=1.0)
+        return FusedRoad(drafter, FusedKernels("flex", masked_attention, block_mask), dtype=dtype, activation_budget=1.0)
 
 
 def make_learner(
