@@ -1,6 +1,6 @@
 """Draws what decoding.py measured: survival by slot, tau by set and temperature, tau by tree budget.
 
-    python bench/decoding_picture.py bench/results/decoding_gpu.jsonl bench/results/decoding.svg
+    python bench/decoding_picture.py decoding_gpu.jsonl decoding_mtbench.jsonl decoding.svg
 
 Takes any number of its files, the last argument is the picture. Where rows repeat a measurement the one of most prompts is drawn.
 """
