@@ -49,6 +49,14 @@ def test_the_fixed_keys_and_the_conditions(toy_target: ToyTarget) -> None:
     assert 0 <= result["acceptance_rate"] < 1
 
 
+def test_texts_of_one_token_have_no_speed_after_their_prompts(toy_target: ToyTarget) -> None:
+    result = measure(toy_target("llama"), DecodeOptions.greedy(max_new_tokens=1, stop_ids=()))
+    assert result["identical"]
+    assert result["speedup"] > 0
+    assert [row["speedup_after_prompts"] for row in result["speed_by_batch"]] == [None]
+    assert measure(toy_target("llama"))["speed_by_batch"][0]["speedup_after_prompts"] > 0
+
+
 def test_each_batch_size_has_its_speed_and_the_same_texts(toy_target: ToyTarget) -> None:
     target = toy_target("qwen3_5")
     one, several = measure(target), measure(target, trial=Trial((2, 1), "eager", None))

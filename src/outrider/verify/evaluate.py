@@ -53,11 +53,11 @@ class Side:
         return sum(len(text.tokens) for text in self.texts) / self.seconds
 
     @property
-    def answer_rate(self) -> float:
-        """New tokens a second after each prompt was read and its first token known."""
+    def answer_rate(self) -> float | None:
+        """New tokens a second after each prompt was read and its first token known; None where every text ended with that one."""
         assert isinstance(self.decoder, Decoder)
         reading = sum(self.decoder.clock.seconds(PROMPT))
-        return sum(len(text.tokens) - 1 for text in self.texts) / (self.seconds - reading)
+        return sum(len(text.tokens) - 1 for text in self.texts) / (self.seconds - reading) or None
 
     def stage_ms(self, stage: str) -> float | None:
         """Mean milliseconds of a stage of a cycle, or None where there is none."""
@@ -151,10 +151,11 @@ def _speed(
 ) -> dict[str, Any]:
     greedy = options.temperature == 0
     difference = first_difference(target, prompts, ours.texts, alone.texts) if greedy else None
+    rate, rate_alone = ours.answer_rate, alone.answer_rate
     return {
         "batch": size, "tokens_per_s": ours.rate, "baseline_tokens_per_s": alone.rate, "speedup": ours.rate / alone.rate,
         "seconds": ours.seconds, "baseline_seconds": alone.seconds,
-        "speedup_after_prompts": ours.answer_rate / alone.answer_rate,
+        "speedup_after_prompts": rate / rate_alone if rate and rate_alone else None,
         "draft_ms": ours.stage_ms(DRAFT), "target_ms": ours.stage_ms(TARGET), "baseline_target_ms": alone.stage_ms(TARGET),
         "identical": difference is None if greedy else None, "first_difference": difference,
     }

@@ -196,4 +196,3 @@ def _first_difference(answers: Mapping[int, ServerAnswer], alone: Mapping[int, S
             return {"prompt": i, "position": at, "speculative_token": speculative, "target_token": target, "gap": None,
                     "resolution": None, "kind": "unknown"}
     return None
-
