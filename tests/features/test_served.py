@@ -80,6 +80,20 @@ def test_lost_answers_are_asked_for_again_and_learned_once(double: HiddenStatesS
     assert list(double.folder.iterdir()) == [], "what the lost answers wrote is gone too"
 
 
+def test_many_lost_answers_cost_one_look_at_the_folder(
+    double: HiddenStatesServer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double.fault = lambda number, tokens: (503, {"error": "starting"}) if number <= 20 else "serve"
+    capturing = served(double, url)
+    capturing(ROWS)
+    looks: list[str] = []
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: (looks.append(pattern), glob(folder, pattern))[1])
+    capturing(ROWS)
+    assert len(looks) == 4 + 1, "the double itself looks once a document"
+    assert list(double.folder.iterdir()) == []
+
+
 def test_a_writer_that_dies_is_noticed(double: HiddenStatesServer, url: str) -> None:
     double.dies_writing = True
     torch.testing.assert_close(served(double, url)(ROWS).values_BSF, truth(double), rtol=1e-5, atol=1e-5)

@@ -158,10 +158,11 @@ class ServedCapture:
     def _remove_lost(self) -> None:
         """What answers that never came have written all the same."""
         with self._lock:
-            lost = list(self._lost)
-        for name in lost:
-            for path in self._folder.glob(f"*{name}*.safetensors") if self._folder else ():
-                remove(path)
+            lost = tuple(self._lost)
+        if lost and self._folder:  # one look at the folder: a server that was away for a while has lost thousands
+            for path in self._folder.glob("*.safetensors"):
+                if any(name in path.name for name in lost):
+                    remove(path)
 
 
 def wait_for(path: Path, deadline: float) -> dict[str, Tensor]:
