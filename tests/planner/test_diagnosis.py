@@ -261,7 +261,7 @@ def test_what_is_no_device_memory_gets_no_settings_of_the_ledger(name: str, born
 @pytest.mark.parametrize("path", sorted(LOGS.parent.glob("*logs/*.log")), ids=lambda path: path.stem)
 def test_every_log_is_explained_with_and_without_a_run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run in (None, BORN_FROM):
-        result = cli.doctor(record=None, log=path, run=run, settings=HERE, row_length=None)
+        result = cli.doctor(record=None, log=path, run=run, settings=HERE if run else None, row_length=None)
         json.dumps(result)
         assert {"ok", "checks", "cause", "line", "requested_bytes", "remedies"} <= result.keys()
         show_diagnosis(result)
@@ -281,6 +281,9 @@ def test_the_command_reads_a_record(born_from: Job, tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize(("options", "message_"), [
     ({"record": Path("x"), "log": Path("y")}, "--record x: it holds its run's settings"),
+    ({"record": Path("x"), "settings": ["layout.anchors=8"]}, "--record x: it holds its run's settings"),
+    ({"log": Path("y"), "settings": ["layout.anchors=8"]}, "are over a run file, and none is named"),
+    ({"row_length": 64}, "are over a run file, and none is named"),
     ({"log": Path("nowhere.log")}, "nowhere.log: the log is missing"),
     ({"record": Path("nowhere.json")}, "record is missing"),
 ])

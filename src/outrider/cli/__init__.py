@@ -178,9 +178,11 @@ def doctor(
 
     if run is not None and run_file is not None:
         raise UserError(f"--run {run}: {run_file} is named as the run file too: name one")
-    given = run or run_file
-    if record is not None and not (log is None and given is None):
-        raise UserError(f"--record {record}: it holds its run's settings: leave --log and the run file out")
+    given, changes = run or run_file, bool(settings) or row_length is not None
+    if record is not None and (log is not None or given is not None or changes):
+        raise UserError(f"--record {record}: it holds its run's settings: leave --log, --set, --row-length and the run file out")
+    if changes and given is None:
+        raise UserError("--set, --row-length: are over a run file, and none is named: name it, or leave them out")
     if record is not None:
         return explain_record(record)
     if log is not None:
