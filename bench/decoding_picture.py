@@ -5,8 +5,8 @@
 Takes any number of its files, the last argument is the picture. Where rows repeat a measurement the one of most prompts is drawn.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,5 +97,8 @@ def draw(points: list[Point], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    *sources, picture = map(Path, sys.argv[1:])
-    draw([point for source in sources for point in read(source)], picture)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", type=Path, nargs="+")
+    parser.add_argument("picture", type=Path)
+    given = parser.parse_args()
+    draw([point for source in given.sources for point in read(source)], given.picture)
