@@ -15,7 +15,7 @@ from outrider.errors import UserError
 from outrider.planner.gpus import CATALOGUE, parse_gpus, with_memory
 from outrider.planner.job import Job
 from outrider.planner.ledger import colocated
-from outrider.planner.plan import PLACEMENTS, make_plans, nearest_that_fits
+from outrider.planner.plan import PLACEMENTS, Plan, make_plans, nearest_that_fits, slower
 from outrider.show import show_plan
 
 CARDS = "4x rtx-pro-6000"
@@ -27,6 +27,9 @@ def planned(**options: Any) -> dict[str, Any]:
         "as_given": False, "explain": False, **options})
 
 
+TWO = {"train.accumulation": 2}  # the least for two learners; the run file has 1
+
+
 def every(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [result, *result["alternatives"]]
 
@@ -36,7 +39,7 @@ def every(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_uncompiled_two_pairs_do_not_fit_by_the_score_matrices_whose_bytes_are_stated(capsys: pytest.CaptureFixture[str]) -> None:
     result = planned(placement="pairs", suppose=["unfused-attention"])
-    pairs = next(plan for plan in every(result) if plan["placement"].startswith("2 pairs") and not plan["changes"])
+    pairs = next(plan for plan in every(result) if plan["placement"].startswith("2 pairs") and plan["changes"] == TWO)
     scores = 4 * 32 * 8192 * 16384  # fp32, heads x queries x keys: 16 GiB a layer
     assert not pairs["fits"]
     assert pairs["headroom_bytes"] < -64 * 2**30
@@ -61,19 +64,19 @@ def test_the_memory_of_checkpoints_on_the_host_is_shown(capsys: pytest.CaptureFi
 def test_uncompiled_fewer_anchors_fit(anchors: int) -> None:
     result = planned(placement="pairs", suppose=["unfused-attention"], settings=[
         f"target.path={BORN_FROM.with_suffix('')}", f"layout.anchors={anchors}"])
-    assert all(plan["fits"] and not plan["changes"] for plan in every(result))
+    assert [plan["changes"] for plan in every(result) if plan["fits"]] == [TWO, {}]
 
 
 def test_uncompiled_the_plan_finds_the_anchors_that_fit_by_itself() -> None:
     best = planned(placement="pairs", suppose=["unfused-attention"])
     assert best["fits"]
-    assert best["changes"] == {"layout.anchors": 256}
+    assert best["changes"] == {**TWO, "layout.anchors": 256}
 
 
 def test_compiled_two_pairs_fit_and_the_headroom_is_said() -> None:
     pairs = next(plan for plan in every(planned(placement="pairs")) if plan["placement"].startswith("2 pairs"))
     assert pairs["fits"]
-    assert not pairs["changes"]
+    assert pairs["changes"] == TWO
     assert pairs["headroom_bytes"] == min(device["headroom_bytes"] for device in pairs["devices"])
     assert pairs["headroom_bytes"] > 40 * 2**30
     assert f"fits with {pairs['headroom_bytes'] / 2**30:.1f} GiB to spare" in pairs["verdict"]
@@ -153,6 +156,28 @@ def test_accumulation_pays_the_optimizer_once(born_from: Job) -> None:  # noqa: 
     gpus = parse_gpus("4x rtx-4090")
     one, three = (make_plans(replace(born_from, accumulation=n), gpus, placements=PLACEMENTS, vary=False)[0] for n in (1, 3))
     assert three.supervised_tokens_per_s > one.supervised_tokens_per_s
+
+
+def test_the_micro_batches_of_a_step_are_shared_out_over_the_learners(born_from: Job) -> None:  # noqa: F811
+    def eight_learners(accumulation: int) -> Plan:
+        plans = make_plans(replace(born_from, accumulation=accumulation), parse_gpus("8x h200"), placements=("colocated",),
+                           vary=False)
+        return next(plan for plan in plans if plan.job.replicas == 8 and not plan.job.sharded)
+
+    too_few, one_each, two_each = (eight_learners(n) for n in (1, 8, 9))
+    assert (too_few.changes, one_each.changes) == ({"train.accumulation": 8}, {})  # training refuses a learner without any
+    assert too_few.step_ms == one_each.step_ms
+    assert one_each.devices[0].ledger.peak_bytes == colocated(replace(born_from, replicas=8)).peak_bytes
+    assert two_each.devices[0].ledger.peak_bytes > one_each.devices[0].ledger.peak_bytes  # gradients stand meanwhile
+    assert two_each.tokens_per_s == pytest.approx(9 * 8192 / two_each.step_ms * 1e3)
+
+
+def test_one_row_at_a_time_keeps_the_rows_of_a_step(born_from: Job) -> None:  # noqa: F811
+    job = replace(born_from, rows=2, accumulation=4, replicas=2)
+    settings, changed = list(slower(job))[-1]
+    assert settings == {"train.rows_per_batch": 1, "train.accumulation": 8}
+    assert changed.rows * changed.accumulation == job.rows * job.accumulation
+    assert changed.micro_batches == 4
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -104,7 +104,7 @@ def test_each_card_of_a_pair_and_each_replica_has_its_own_ledger(make_run: MakeR
     resolved = resolved_run(make_run(**{"train.accumulation": 3, "placement.sharding": "fsdp2"}))
     pair = foresee(resolved, PAIR, lambda device: card(), row_length=4096, replicas=2)
     assert pair is not None
-    assert (pair.job.prefetch, pair.job.sharded, pair.job.replicas, pair.job.accumulation) == (True, True, 2, 2)
+    assert (pair.job.prefetch, pair.job.sharded, pair.job.replicas, pair.job.micro_batches) == (True, True, 2, 2)
     assert pair.ledger == learner(pair.job)
     cards = iter([card(), card(capturer(pair.job).peak_bytes - 1)])
     with pytest.raises(UserError, match="the run needs"):

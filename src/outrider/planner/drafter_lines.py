@@ -195,7 +195,7 @@ def _gradients(job: Job) -> Iterator[Line]:
     D, HC, GC = d.hidden_size, d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
     born_late = job.road != "dense"  # the masters' own gradients are made from the compute weights' at the end
     dtype, last = (job.compute, at.BACK_CONTEXT) if born_late else ("float32", at.UPDATE)
-    standing = job.accumulation > 1  # from the second micro-batch on
+    standing = job.micro_batches > 1  # from the second micro-batch on
     if born_late or standing:
         yield line("gradients of the masters", {job.shard_name: job.shard(job.parameters)}, "float32",
                    at.CONTEXT if standing else at.COLLECT, at.UPDATE)

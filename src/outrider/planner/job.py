@@ -18,9 +18,9 @@ SUPPOSITIONS = ("unfused-attention", "plain-logits", "eager-mask")
 class Job:
     """One learner's share of a run: what decides how many bytes each tensor has.
 
-    `rows` of `row_length` tokens a micro-batch with `anchors` blocks each. `replicas` learners step together; `sharded`: each
-    holds its part of masters, gradients and moments (FSDP2), else all of them (DDP). `packed`: capture takes whole rows, its
-    layers compiled.
+    `rows` of `row_length` tokens a micro-batch with `anchors` blocks each, `accumulation` of them a step, shared out over
+    `replicas` learners. `sharded`: each holds its part of masters, gradients and moments (FSDP2), else all of them (DDP).
+    `packed`: capture takes whole rows, its layers compiled.
     """
 
     drafter: DrafterShape
@@ -44,6 +44,11 @@ class Job:
     whole_target: bool
     replicas: int
     sharded: bool
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step in each replica."""
+        return -(-self.accumulation // self.replicas)
 
     @property
     def queries(self) -> int:

@@ -9,7 +9,7 @@ from outrider.errors import UserError
 from outrider.planner.gpus import Gpu
 from outrider.planner.job import Job
 from outrider.planner.measured import Measured
-from outrider.planner.plan import placement_name, plan_of
+from outrider.planner.plan import placement_name, plan_of, shared_out
 from outrider.planner.simulate import Arrangement, Simulated, StageTimes, arrangements_of, simulate
 from outrider.planner.speed import LINK_SHARE, parts, sum_ms
 from outrider.planner.timeline import within
@@ -49,19 +49,19 @@ def _arranged(
     """Every arrangement with its simulation: those that fit first, then by supervised tokens a second."""
     found = []
     for processes, cards in arrangements_of(gpus):
-        placed = replace(job, replicas=processes, sharded=settings.sharding == "fsdp2" and processes > 1, prefetch=cards > 0)
-        plan = plan_of(placement_name(processes, cards, placed.sharded), placed, gpu, cards, {})
-        rows = max(job.accumulation, processes)
-        arrangement = Arrangement(processes, cards, -(-rows // processes), settings.turns == "one_at_a_time", per_machine)
+        needed, placed = shared_out(job, processes, sharded=settings.sharding == "fsdp2" and processes > 1)
+        placed = replace(placed, prefetch=cards > 0)
+        plan = plan_of(placement_name(processes, cards, placed.sharded), placed, gpu, cards, needed)
+        arrangement = Arrangement(processes, cards, placed.micro_batches, settings.turns == "one_at_a_time", per_machine)
         times = stage_times(placed, gpu, measured, cards)
         simulated = simulate(times, arrangement)
-        per_s = 1e3 * rows / simulated.step_ms
+        per_s = 1e3 * placed.accumulation / simulated.step_ms
         found.append(({
             "placement": plan.placement, "gpus": gpus, "processes": processes, "capture_cards": cards, "fits": plan.fits,
             "headroom_bytes": plan.headroom, "step_ms": simulated.step_ms, "micro_batches": arrangement.micro_batches,
             "stages_ms": vars(times), "waits": simulated.waits,
             "supervised_tokens_per_s": job.predicted * per_s, "tokens_per_s": job.context * per_s,
-            "changes": {} if rows == job.accumulation else {"train.accumulation": rows},
+            "changes": needed,
         }, simulated))
     return sorted(found, key=lambda one: (not one[0]["fits"], -one[0]["supervised_tokens_per_s"]))
 

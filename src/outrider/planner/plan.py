@@ -81,11 +81,11 @@ def make_plans(job: Job, gpus: Sequence[Gpu], *, placements: Sequence[str], vary
                             "placement")
     plans = []
     for placement, replicas, cards, sharded in _placements(len(gpus), placements):
-        placed = replace(job, replicas=replicas, sharded=sharded)
-        as_given = plan_of(placement, placed, gpus[0], cards, {})
+        needed, placed = shared_out(job, replicas, sharded=sharded)
+        as_given = plan_of(placement, placed, gpus[0], cards, needed)
         plans.append(as_given)
         if vary and not as_given.fits:
-            plans += _that_fit(placement, placed, gpus[0], cards)
+            plans += _that_fit(placement, placed, gpus[0], cards, needed)
     return sorted(plans, key=lambda plan: (not plan.fits, -plan.supervised_tokens_per_s if plan.fits else -plan.headroom))
 
 
@@ -113,6 +113,12 @@ def placement_name(replicas: int, cards: int, sharded: bool) -> str:
     return f"{name}, {'fsdp2' if sharded else 'ddp'}" if replicas > 1 else name
 
 
+def shared_out(job: Job, replicas: int, *, sharded: bool) -> Change:
+    """The job over so many replicas, which needs at least one micro-batch a step for each of them."""
+    needed: dict[str, object] = {"train.accumulation": replicas} if job.accumulation < replicas else {}
+    return needed, replace(job, replicas=replicas, sharded=sharded, accumulation=max(job.accumulation, replicas))
+
+
 def plan_of(placement: str, job: Job, gpu: Gpu, cards: int, changes: Mapping[str, object]) -> Plan:
     """One way to run the job: each replica on its own card, with `cards` more for its target, or on one with it (0)."""
     job = replace(job, prefetch=cards > 0)
@@ -121,7 +127,7 @@ def plan_of(placement: str, job: Job, gpu: Gpu, cards: int, changes: Mapping[str
         devices = (DevicePlan(job.replicas * cards, gpu, capturer(job)), DevicePlan(job.replicas, gpu, learner(job)))
     else:
         devices = (DevicePlan(job.replicas, gpu, colocated(job)),)
-    time, micro = parts(job, gpu), job.accumulation
+    time, micro = parts(job, gpu), job.micro_batches
     if cards:
         waited = max(0.0, time.capture / cards - time.learn)
         stages = {"drafter": micro * time.learn, "waiting for the target": micro * waited}
@@ -129,14 +135,14 @@ def plan_of(placement: str, job: Job, gpu: Gpu, cards: int, changes: Mapping[str
         stages = {"target": micro * time.capture, "drafter": micro * time.learn}
     stages |= {"sum of gradients": sum_ms(job, gpu), "optimizer": time.update}
     step_ms = sum(stages.values())
-    per_s = job.replicas * micro * 1e3 / step_ms
+    per_s = job.accumulation * 1e3 / step_ms
     return Plan(placement, job, changes, devices, step_ms, stages, job.predicted * per_s, job.context * per_s)
 
 
-def _that_fit(placement: str, job: Job, gpu: Gpu, cards: int) -> Iterator[Plan]:
-    """The nearest changes with which the job fits on the cards."""
-    for name, changed in changes_of(job, fp8=gpu.fp8 is not None):
-        plan = plan_of(placement, changed, gpu, cards, name)
+def _that_fit(placement: str, job: Job, gpu: Gpu, cards: int, needed: Mapping[str, object]) -> Iterator[Plan]:
+    """The nearest changes, besides those that are `needed`, with which the job fits on the cards."""
+    for changes, changed in changes_of(job, fp8=gpu.fp8 is not None):
+        plan = plan_of(placement, changed, gpu, cards, {**needed, **changes})
         if plan.fits:
             yield plan
             return

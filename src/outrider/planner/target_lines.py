@@ -46,7 +46,7 @@ def _features(job: Job, *, colocated: bool) -> Iterator[Line]:
     yield line("features", one, job.target_dtype, at.CAPTURE, at.UPDATE)
     if job.prefetch:
         yield line("features of the next rows", one, job.target_dtype, at.LOAD, at.LAST)
-    elif job.accumulation > 1:
+    elif job.micro_batches > 1:
         yield line("features of the rows before", one, job.target_dtype, at.CAPTURE, at.CAPTURE)
     if not colocated:
         yield line("features on their way", one, job.target_dtype, at.LOAD, at.LAST, role="capture",

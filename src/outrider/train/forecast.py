@@ -79,7 +79,7 @@ def foresee(resolved: Resolved, devices: Devices, card_of: CardOf, *, row_length
     if card is None:
         return None
     try:
-        job = _share_of(resolved, devices, row_length=row_length, replicas=replicas)
+        job = _placed(resolved, devices, row_length=row_length, replicas=replicas)
     except UserError as error:
         say(f"memory: not planned: {error}")
         return None
@@ -93,12 +93,12 @@ def foresee(resolved: Resolved, devices: Devices, card_of: CardOf, *, row_length
     return Forecast(job, ledger, card)
 
 
-def _share_of(resolved: Resolved, devices: Devices, *, row_length: int, replicas: int) -> Job:
-    """What one of `replicas` processes has of the job: its share of a step's micro-batches, its part of sharded masters."""
+def _placed(resolved: Resolved, devices: Devices, *, row_length: int, replicas: int) -> Job:
+    """The job over `replicas` processes, its target and masters placed as the run file says."""
     placement, elsewhere = resolved.config.placement, resolved.config.features.server is not None
     job = job_from(resolved.config, resolved.shape, row_length=row_length, suppositions=())
     return replace(job, replicas=replicas, sharded=replicas > 1 and placement.sharding == "fsdp2",
-                   accumulation=-(-job.accumulation // replicas), prefetch=elsewhere or bool(devices.capture))
+                   prefetch=elsewhere or bool(devices.capture))
 
 
 def _check(job: Job, ledger: DeviceLedger, card: Card) -> None:
