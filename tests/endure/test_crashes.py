@@ -9,7 +9,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "endure.py"
 
 def test_a_few_random_kills(tmp_path: Path) -> None:
     """A process of its own: forks of one that has threads, as pytest's may, are not safe. 200 kills: bench/endure.py."""
-    done = subprocess.run([sys.executable, str(BENCH), "--kills", "6", "--folder", str(tmp_path), "--no-result"], timeout=100,
+    done = subprocess.run([sys.executable, str(BENCH), "--kills", "6", "--folder", str(tmp_path), "--no-result"], timeout=300,
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert '"kills": 6' in done.stdout
