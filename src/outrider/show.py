@@ -174,7 +174,7 @@ def show_plan(result: Mapping[str, Any]) -> None:
         f"{job['target_parameters'] / 1e9:.1f} B parameters, attention {job['road']}.", highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for name, justify in PLAN_COLUMNS.items():
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     plans = [result, *result["alternatives"]]
     for plan in plans:
         used = " + ".join(f"{device['device_used_bytes'] / GIB:.1f}" for device in plan["devices"])
@@ -204,7 +204,7 @@ def show_simulation(console: Console, simulated: Mapping[str, Any]) -> None:
                   f"{simulated['turns']}; stage times: {simulated['times']}.", highlight=False, markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for name, justify in SIMULATED_COLUMNS.items():
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for one in simulated["arrangements"]:
         changes = ", ".join(f"{key}={value}" for key, value in one["changes"].items())
         table.add_row(one["placement"], changes or "-", "yes" if one["fits"] else "NO", f"{one['step_ms']:,.0f} ms",
