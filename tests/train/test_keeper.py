@@ -1,5 +1,6 @@
 """Which checkpoints are made and kept, and that writing them in the background changes and hides nothing."""
 
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from outrider.train.checkpoint import Origin, Position, Snapshot, list_checkpoin
 from outrider.train.host_memory import HostMemory
 from outrider.train.keeper import Keeper, kept
 from outrider.train.loop import train
-from outrider.train.processes import ALONE
+from outrider.train.processes import ALONE, Processes
 
 
 def positions(*rows: tuple[int, float | None, float]) -> dict[Path, Position]:
@@ -130,6 +131,18 @@ def test_a_run_that_has_too_little_host_memory_does_not_begin(
     with pytest.raises(UserError, match=r"a checkpoint is copied to 0\.\d\d GiB of host memory, and 0\.00 are available"):
         train(config, check=None)
     assert [path.name for path in config.train.folder.rglob("*") if path.is_file()] == []
+
+
+def test_the_copies_of_all_processes_of_a_machine_must_have_room(
+    make_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three others, one on another machine, each would fit by itself."""
+    here, gib = socket.gethostname(), 2**30
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 8 * gib)
+    monkeypatch.setattr(Processes, "gather", lambda self, mine: (
+        [mine, (here, 5 * gib), ("elsewhere", 5 * gib), (here, 5 * gib)] if isinstance(mine, tuple) else [mine]))
+    with pytest.raises(UserError, match=r"copied to 10\.\d\d GiB of host memory, and 8\.00 are available"):
+        train(make_run(), check=None)
 
 
 def test_a_checkpoint_that_was_moved_and_linked_back_ends_like_others_and_what_it_links_to_stays(tmp_path: Path) -> None:

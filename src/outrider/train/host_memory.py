@@ -72,7 +72,7 @@ def unlock_pages(address: int, device: torch.device) -> None:
 
 
 def short_of(size: int) -> str | None:
-    """What a copy of `size` bytes lacks, in words, or None."""
+    """What copies of `size` bytes together lack on this machine, in words, or None."""
     free = available_bytes()
     if free >= size:
         return None

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,11 @@ class Processes:
         box: list[T] = [value] * self.count
         dist.all_gather_object(box, value, group=self.patient)
         return box
+
+    def on_this_machine(self, amount: int) -> int:
+        """The sum of what the processes of this machine name."""
+        here = socket.gethostname()
+        return sum(named for machine, named in self.gather((here, amount)) if machine == here)
 
     def from_first(self, make: Callable[[], T]) -> T:
         """What `make` gives in the first process, which alone calls it; the others wait, however long it takes."""

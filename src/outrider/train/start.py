@@ -141,11 +141,7 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
         say(f"going on from {checkpoint}, {position.step} steps done")
     per_step = settings.rows_per_batch * settings.accumulation
     steps = settings.steps or -(-settings.epochs * len(rows) // per_step)
-    state_bytes = sum(tensor.nbytes for tensor in coming(learner.road.drafter, learner.optimizer).values())
-    disk = DiskWatch(settings.folder, checkpoint_bytes=state_bytes, min_free_gib=config.guards.min_free_gib)
-    copied_here = coming_here(learner.road.drafter, learner.optimizer, leads=processes.leads).values()
-    if short := processes.first(disk.short() or short_of(sum(tensor.nbytes for tensor in copied_here))):
-        raise UserError(short)
+    disk = _room_for_checkpoints(learner, config, processes)
     if processes.leads:
         _write_resolved(resolved)
     metrics = Metrics(settings.folder, settings.tracker, at_bytes=position.metrics_bytes, at_step=position.step,
@@ -210,6 +206,18 @@ def _build_learner(
     road = open_road(drafter, resolved.config.train)
     masters = open_masters(drafter, processes, resolved.config.placement.sharding)  # may replace the drafter's parameters
     return Learner(road, masters, ends, build_optimizer(drafter, resolved.config.optimizer))
+
+
+def _room_for_checkpoints(learner: Learner, config: RunConfig, processes: Processes) -> DiskWatch:
+    """Refuse to start where the disk has no room for a checkpoint, or a machine's memory none for its processes' copies."""
+    drafter, optimizer = learner.road.drafter, learner.optimizer
+    written, copied = coming(drafter, optimizer), coming_here(drafter, optimizer, leads=processes.leads)
+    disk = DiskWatch(config.train.folder, checkpoint_bytes=sum(tensor.nbytes for tensor in written.values()),
+                     min_free_gib=config.guards.min_free_gib)
+    copied_bytes = processes.on_this_machine(sum(tensor.nbytes for tensor in copied.values()))
+    if short := processes.first(disk.short() or short_of(copied_bytes)):
+        raise UserError(short)
+    return disk
 
 
 def _write_resolved(resolved: Resolved) -> None:
