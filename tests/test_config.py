@@ -99,6 +99,33 @@ def test_errors_name_field_value_and_rule(setting: str, sentence: str, tmp_path:
     assert str(error.value) == f"{path}: {sentence}"
 
 
+@pytest.mark.parametrize(("settings", "sentence"), [
+    (["store=kept"], 'store = "kept": does nothing with features.keep = "no": set it to "disk", or leave this out'),
+    (["store=kept", "keep=memory"], 'store = "kept": does nothing with features.keep = "memory": set it to "disk"'),
+    (["keep_dtype=fp8"], 'keep_dtype = "fp8": does nothing with features.keep = "no": set it to "disk"'),
+    (["keep_dtype=fp8", "keep=memory"], 'keep_dtype = "fp8": does nothing with features.keep = "memory"'),
+    (["server_folder=/mnt/f"], 'server_folder = "/mnt/f": does nothing without features.server: name the server, or'),
+    (["server_requests=4"], "server_requests = 4: does nothing without features.server"),
+    (["server_check=first"], 'server_check = "first": does nothing without features.server'),
+])
+def test_an_option_that_would_do_nothing_is_refused(settings: list[str], sentence: str, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    with pytest.raises(UserError) as error:
+        load_run(path, [f"features.{setting}" for setting in settings])
+    assert str(error.value).startswith(f"{path}: features.{sentence}")
+    assert ";" not in str(error.value)
+
+
+def test_an_option_that_does_something_is_taken(tmp_path: Path) -> None:
+    disk = load_run(written(tmp_path), ["features.keep=disk", "features.store=kept", "features.keep_dtype=fp8"]).features
+    assert (disk.store, disk.keep_dtype) == (Path("kept"), "fp8")
+    served = load_run(written(tmp_path), ["features.server=http://gpu7:8000", "features.server_folder=f",
+                                          "features.server_requests=4", "features.server_check=first"]).features
+    assert (served.server_folder, served.server_requests, served.server_check) == (Path("f"), 4, "first")
+    with pytest.raises(UserError, match=r"^[^;]*features\.server = [^;]*$"):  # one mistake, one sentence
+        load_run(written(tmp_path), ["features.server=gpu7", "features.server_requests=4"])
+
+
 @pytest.mark.parametrize("setting", ["steps", "steps=3", "a.b.c=3", ".x=3", "train.=3", "train.steps"])
 def test_malformed_setting(setting: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^--set .*must read section\.key=value"):

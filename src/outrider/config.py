@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
 from outrider.errors import UserError
@@ -83,6 +83,20 @@ class FeaturesConfig(Section):
     server_folder: Place | None = None
     server_requests: Positive = 8
     server_check: Literal["all", "first"] = "all"
+
+    @field_validator("store", "keep_dtype", "server_folder", "server_requests", "server_check")
+    @classmethod
+    def _no_idle_option(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse an option that would do nothing; its default passes, since the resolved run file writes those down too."""
+        assert info.field_name is not None
+        if value == cls.model_fields[info.field_name].default:
+            return value
+        if info.field_name.startswith("server_"):
+            if info.data.get("server", "") is None:  # one that was refused is no reason for a second sentence
+                raise ValueError("does nothing without features.server: name the server, or leave this out")
+        elif info.data.get("keep", "disk") != "disk":
+            raise ValueError(f"does nothing with features.keep = \"{info.data['keep']}\": set it to \"disk\", or leave this out")
+        return value
 
 
 class DrafterConfig(Section):

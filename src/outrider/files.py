@@ -202,8 +202,11 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, lambda temporary: temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8"))
 
 
-def read_json(path: Path, *, what: str) -> Any:
-    """Read a JSON document; `what` names it in the error ("the drafter's config"). Raises UserError."""
+def read_json(path: Path, *, what: str, way_out: str = "restore the file or make it again") -> Any:
+    """Read a JSON document; `what` names it in the error ("the drafter's config"), `way_out` ends that of a damaged one.
+
+    Raises UserError.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -211,4 +214,4 @@ def read_json(path: Path, *, what: str) -> Any:
     except OSError as error:
         raise UserError(f"{path}: {what} cannot be read ({error.strerror}): check the path and its permissions") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: {what} is not valid JSON ({error}): restore the file or make it again") from error
+        raise UserError(f"{path}: {what} is not valid JSON ({error}): {way_out}") from error

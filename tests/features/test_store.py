@@ -54,8 +54,50 @@ def test_in_8_bits(tmp_path: Path) -> None:
                                                ({"precision": "fp8, bfloat16, packed"}, "precision"), ({"rows": "x"}, "rows")])
 def test_features_of_something_else_are_refused(tmp_path: Path, change: dict[str, object], named: str) -> None:
     FeatureStore(tmp_path, INFO)
-    with pytest.raises(UserError, match=f"holds features made for another {named}: delete the folder"):
+    with pytest.raises(UserError, match=f"holds features made for another {named}: delete its store.json and all "):
         FeatureStore(tmp_path, replace(INFO, **change))  # type: ignore[arg-type]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_rows_without_their_description_are_not_believed(tmp_path: Path) -> None:
+    FeatureStore(tmp_path, INFO).put(0, values(0))
+    (tmp_path / "store.json").unlink()
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=r"no store\.json that says what they are of: delete .* all its row-\*"):
+        FeatureStore(tmp_path, replace(INFO, layer_ids=(1, 4)))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\0"])
+def test_a_damaged_description_does_not_ask_for_its_own_removal_alone(tmp_path: Path, text: str) -> None:
+    FeatureStore(tmp_path, INFO).put(0, values(0))
+    (tmp_path / "store.json").write_text(text)
+    with pytest.raises(UserError, match=r"delete its store\.json and all its row-\*\.safetensors together, or") as refused:
+        FeatureStore(tmp_path, INFO)
+    assert "make it again" not in str(refused.value)
+
+
+@pytest.mark.parametrize("with_rows", [False, True])
+@pytest.mark.parametrize("name", ["tokens.bin", "deep/notes.txt", ".hidden"])
+def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path, name: str, *, with_rows: bool) -> None:
+    for file in (name, *(["row-00000000.safetensors"] if with_rows else [])):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=rf"holds other files \({name.partition('/')[0]}\): name an empty or absent folder"):
+        FeatureStore(tmp_path, INFO)
+    assert contents(tmp_path) == before
+
+
+def test_an_empty_folder_and_one_left_by_a_kill_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    FeatureStore(tmp_path / "empty", INFO)
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / ".store.json.ab12.partial").touch()
+    FeatureStore(tmp_path / "killed", INFO)
 
 
 def test_a_disk_too_small_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,21 @@ def test_kept_on_disk_is_the_same_run(make_run: MakeRun) -> None:
     assert {name: (folder / name).stat().st_mtime_ns for name in written} == written, "written once"
 
 
+def test_a_damaged_row_of_the_store_stops_the_run_and_is_captured_again_once_deleted(make_run: MakeRun) -> None:
+    train(make_run("first", **{"features.keep": "disk"}), check=None)
+    folder = make_run("first").train.folder / "features"
+    kept = sorted(folder.glob("row-*"))
+    whole = kept[0].read_bytes()
+    kept[0].write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    again = make_run("again", **{"features.keep": "disk", "features.store": str(folder)})
+    with pytest.raises(UserError, match=f"{kept[0].name}: its checksum does not match: delete it"):
+        train(again, check=None)
+    kept[0].unlink()
+    train(again, check=None)
+    assert kept[0].read_bytes() == whole
+    assert losses(again) == losses(make_run("first"))
+
+
 def test_packed_documents_train_alike(make_run: MakeRun) -> None:
     exact: dict[str, Any] = {"train.precision": "float32"}  # bfloat16 products of a training step would widen the last bits
     apart, packed = make_run("apart", **exact), make_run("packed", **exact, **{"features.documents": "packed"})

@@ -4,6 +4,7 @@ A folder with `store.json`, which says what the features are of, and one safeten
 a stopped run goes on with what is there.
 """
 
+import re
 import shutil
 import zlib
 from dataclasses import asdict, dataclass
@@ -20,6 +21,9 @@ from outrider.features.fp8 import E4M3, quantise_rows
 from outrider.files import explain_os_errors, read_json, write_atomic, write_json
 
 INFO_NAME = "store.json"
+ROW_NAME = re.compile(r"row-\d{8,}\.safetensors")
+UNFINISHED = re.compile(r"\.(store\.json|row-\d{8,}\.safetensors)\..*\.partial")
+WAY_OUT = f"delete its {INFO_NAME} and all its row-*.safetensors together, or name another folder in features.store"
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,9 @@ class StoreInfo:
 
 
 class FeatureStore:
-    """Features on disk (a `capture.Kept`). Raises UserError when the folder holds something else's, or the disk is too small."""
+    """Features on disk (a `capture.Kept`). Raises UserError, with no file written, when the folder holds anything else,
+    or the disk is too small.
+    """
 
     def __init__(self, folder: Path, info: StoreInfo) -> None:
         self.folder, self.info = folder, info
@@ -103,11 +109,26 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _check_same(folder: Path, info: StoreInfo) -> None:
-    if not (folder / INFO_NAME).exists():
+    """Raise UserError unless `folder` is a store of `info`, empty or absent: rows without a description are not believed."""
+    description = folder / INFO_NAME
+    names = _names(folder)  # before looking for the description: another process may write that now, and then its first row
+    if not description.exists():
+        if others := [name for name in names if not ROW_NAME.fullmatch(name)]:
+            raise UserError(f"{folder}: is no feature store but holds other files ({others[0]}): name an empty or absent folder "
+                            "in features.store")
+        if names:
+            raise UserError(f"{folder}: holds rows' features but no {INFO_NAME} that says what they are of: {WAY_OUT}")
         return
-    before: dict[str, Any] = read_json(folder / INFO_NAME, what="the feature store's description")
+    before: dict[str, Any] = read_json(description, what="the description of the rows' features beside it", way_out=WAY_OUT)
     now = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(info).items()}
     changed = [name for name, value in now.items() if not isinstance(before, dict) or before.get(name) != value]
     if changed:
-        raise UserError(f"{folder}: holds features made for another {', '.join(changed)}: delete the folder, or name another in "
-                        "features.store")
+        raise UserError(f"{folder}: holds features made for another {', '.join(changed)}: {WAY_OUT}")
+
+
+def _names(folder: Path) -> list[str]:
+    """What lies in `folder`, sorted, but for what a kill left of our own writes; nothing where there is no folder."""
+    with explain_os_errors(folder):
+        if not folder.exists():
+            return []
+        return sorted(path.name for path in folder.iterdir() if not UNFINISHED.fullmatch(path.name))
