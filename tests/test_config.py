@@ -88,6 +88,8 @@ def test_the_run_is_frozen(tmp_path: Path) -> None:
     ("optimizer.learning_rate=0", "optimizer.learning_rate = 0: must be greater than 0"),
     ("target.dtype=float16", "target.dtype = \"float16\": must be 'float32' or 'bfloat16'"),
     ("target.path=3", "target.path = 3: must be a text in quotes"),
+    ("features.server=ftp://x", 'features.server = "ftp://x": must be an address such as http://host:8000'),
+    ("features.server=http:///v1", 'features.server = "http:///v1": must be an address such as http://host:8000'),
     ("data.rows=3", "data.rows = 3: must be a path in quotes"),
     ("drafter.target_layer_ids=3", "drafter.target_layer_ids = 3: must be a list"),
     ("drafter.target_layer_ids=[1, 2.0]", "drafter.target_layer_ids.1 = 2.0: must be a whole number"),

@@ -35,6 +35,12 @@ def _no_login(address: str) -> str:
     return address
 
 
+def _address(address: str) -> str:
+    if not re.match(r"https?://[^/]", address):
+        raise ValueError("must be an address such as http://host:8000")
+    return address
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -79,7 +85,7 @@ class FeaturesConfig(Section):
     keep_dtype: Literal["target", "fp8"] = "target"
     kernel_cache: Place | None = None
     require_fast_kernels: bool = False
-    server: Annotated[str, Field(pattern=r"^https?://[^/]+"), AfterValidator(_no_login)] | None = None
+    server: Annotated[str, AfterValidator(_no_login), AfterValidator(_address)] | None = None
     server_folder: Place | None = None
     server_requests: Positive = 8
     server_check: Literal["all", "first"] = "all"

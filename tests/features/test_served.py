@@ -1,8 +1,10 @@
 """Features from a served target are the local ones; what server or network do wrong is mended or named, never learned."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from toys import random_rows
 
 from outrider.config import FeaturesConfig
 from outrider.errors import RunFailure, UserError
+from outrider.features.calls import call_json
 from outrider.features.capture import FeatureSource, capture, one_row
 from outrider.features.served import ServedCapture, Service
 from outrider.features.source import Order, Provenance, open_served
@@ -176,6 +179,45 @@ def test_settings_that_the_server_decides(toy_folder: ToyFolder, double: HiddenS
     for change in ({"documents": "packed"}, {"precision": "fp8"}):
         with pytest.raises(UserError, match="the server decides how it runs"):
             opened(toy_folder("llama"), double, url, tmp_path, **change)
+
+
+PAGE = b"""<!DOCTYPE HTML>
+<html lang="en"><head><style>body {}</style><title>Error &amp; response</title></head>
+<body><h1>Error response</h1><p>Error code: 404</p></body></html>"""
+
+
+@pytest.mark.parametrize(("status", "said"), [
+    (404, "refused with status 404 and a web page ('Error & response'): no inference server answers there"),
+    (200, "answered with a web page ('Error & response'): no inference server answers there"),
+])
+def test_a_web_page_is_told_in_one_sentence(status: int, said: str) -> None:
+    class Web(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(PAGE)
+
+        def log_message(self, *said: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        try:
+            with pytest.raises(UserError) as refusal:
+                call_json(f"{address}/v1/models", None, timeout_s=5.0)
+        finally:
+            server.shutdown()
+    assert str(refusal.value) == f"{address}/v1/models: {said}, or a proxy does for it: check host and port"
+
+
+def test_a_server_that_is_away_at_the_start_is_refused_at_once() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port, before = unused.getsockname()[1], time.monotonic()
+        service = Service(f"http://127.0.0.1:{port}", None, 1, 60.0, IDS, 32, torch.float32, pinned=False)
+        with pytest.raises(UserError, match="cannot be reached"):
+            ServedCapture(service)
+    assert time.monotonic() - before < 10
 
 
 def test_what_is_no_vllm_server(double: HiddenStatesServer, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

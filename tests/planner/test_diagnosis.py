@@ -90,6 +90,16 @@ def test_the_first_cause_of_a_record(options: dict[str, Any], cause: str, diagno
     assert all((answer is False) == (name in {c.name for c in found.causes}) for name, answer in said.items())
 
 
+def test_where_no_cause_is_stated_none_is_said_to_come_first_and_no_log_is_spoken_of(born_from: Job, tmp_path: Path) -> None:  # noqa: F811
+    record = record_of(tmp_path / "oom.json", born_from, requested=GIB, allocated=GIB, statistics={}, message=message(GIB))
+    found = diagnose_record(record)
+    assert (found.causes[0].name, found.requested) == ("not stated", GIB)
+    assert {finding.name: (finding.ok, finding.message) for finding in found.findings}["too large"] == (None, "not stated")
+    assert "log" not in found.summary
+    named = diagnose_record(replace(record, frames=("adamw.py:160 _init_group",)))
+    assert {finding.name: finding.message for finding in named.findings}["too large"] == "another cause comes first"
+
+
 def test_a_shared_memory_error_is_no_device_memory_and_gets_no_device_remedies(diagnosed: Callable[..., Diagnosis]) -> None:
     found = diagnosed(error="triton.runtime.errors.OutOfResources",
                       message="out of resource: shared memory, Required: 114688, Hardware limit: 101376.")

@@ -1,10 +1,12 @@
 """Takes the address of an HTTP server and what to ask it, gives its answer; knows nothing of what is asked."""
 
 import base64
+import html
 import http.client
 import json
 import netrc
 import os
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import UserError
+
+MARKUP = re.compile(r"(?is)<!--.*?-->|<(script|style)\b.*?</\1>|<[^>]*>")
 
 
 class Unreachable(UserError):  # noqa: N818 - a state that may pass
@@ -29,13 +33,23 @@ def call(url: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> str:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return str(answer.read().decode("utf-8"))
     except urllib.error.HTTPError as error:
-        said = error.read().decode("utf-8", errors="replace").strip()[:300]
+        said = error.read().decode("utf-8", errors="replace").strip()
         kind = Unreachable if error.code == 429 or error.code >= 500 else UserError
-        raise kind(f"{url}: the server refused with status {error.code}: {said or error.reason}") from error
+        if said.startswith("<"):
+            raise kind(f"{url}: refused with status {error.code} and {_page(said)}") from error
+        said = " ".join(said[:300].split()) or error.reason
+        raise kind(f"{url}: the server refused with status {error.code}: {said}") from error
     except (OSError, http.client.HTTPException) as error:
         raise Unreachable(f"{url}: the server cannot be reached or broke off ({error}): check the address") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{url}: the server's answer is not text ({error}): check the address") from error
+
+
+def _page(text: str) -> str:
+    """What a web page in place of an answer says first, and what to make of it."""
+    lines = (line.strip() for line in html.unescape(MARKUP.sub("\n", text)).splitlines())
+    return (f"a web page ({next(filter(None, lines), '')[:80]!r}): no inference server answers there, or a proxy does for it: "
+            "check host and port")
 
 
 def _login(host: str | None) -> str | None:
@@ -54,9 +68,11 @@ def _login(host: str | None) -> str | None:
 
 def call_json(url: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> Any:
     """As `call`, parsed."""
-    text = call(url, body, timeout_s=timeout_s)
+    text = call(url, body, timeout_s=timeout_s).strip()
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
+        if text.startswith("<"):
+            raise UserError(f"{url}: answered with {_page(text)}") from error
         raise UserError(f"{url}: the server's answer is not JSON ({text[:80]!r}): check the address and which engine serves "
                         "there") from error

@@ -37,8 +37,8 @@ class Service:
     """A server at `url` that answers for layers `layer_ids` (ours) of a target of width `hidden_size` in `dtype`.
 
     `folder`: where its files lie as seen from here, None where the paths it names are ours too. `requests`: at most so many at
-    a time. `timeout_s`: how long an answer and its file may be awaited, and a server that is away. `pinned`: features lie in
-    page-locked memory, from which a GPU fetches them.
+    a time. `timeout_s`: how long an answer and its file may be awaited, and a server that goes away after the start. `pinned`:
+    features lie in page-locked memory, from which a GPU fetches them.
     """
 
     url: str
@@ -65,7 +65,8 @@ class ServedCapture:
     """Captures rows by asking the server for each document on its own (a `capture.CaptureRows`); features are on the CPU.
 
     A file is taken only when it holds the very tokens that were asked for, once, and is then removed. An answer that was lost is
-    asked for again under another name, and what the lost one may still write is removed too.
+    asked for again under another name, and what the lost one may still write is removed too. Raises UserError where the server
+    does not answer at the start, at once: then the address is wrong, or nothing was started.
     """
 
     def __init__(self, service: Service) -> None:

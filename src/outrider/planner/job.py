@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from outrider.config import RunConfig
+from outrider.config import DType, RunConfig
 from outrider.model.drafter import count_parameters
 from outrider.planner.target_shapes import TargetShape
 from outrider.records import DrafterShape
@@ -30,13 +30,13 @@ class Job:
     anchors: int
     accumulation: int
     road: Road
-    compute: str
+    compute: DType
     eight_bit: bool
     activation_budget: float
     logits_bytes: int
     plain_logits: bool
     eager_mask: bool
-    target_dtype: str
+    target_dtype: DType
     fp8: bool
     packed: bool
     kept: bool

@@ -4,6 +4,7 @@ The device's own figure ("used") is the allocator's peak, what the allocator hol
 passes through it: the CUDA context, NCCL.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.planner import lines as at
@@ -79,9 +80,14 @@ def host(job: Job) -> tuple[Line, ...]:
     return tuple(replace(item, name=f"checkpoint: copy of '{item.name}', page-locked") for item in copied)
 
 
+LEDGERS: dict[tuple[Role, ...], Callable[[Job], DeviceLedger]] = {
+    ("capture", "learn"): colocated, ("learn",): learner, ("capture",): capturer,
+}
+
+
 def ledger_of(job: Job, roles: tuple[Role, ...]) -> DeviceLedger:
     """The ledger of the device that has these roles in a run."""
-    return {("capture", "learn"): colocated, ("learn",): learner, ("capture",): capturer}[roles](job)
+    return LEDGERS[roles](job)
 
 
 def _device(job: Job, lines: list[Line], roles: tuple[Role, ...]) -> DeviceLedger:

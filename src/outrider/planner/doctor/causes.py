@@ -42,7 +42,7 @@ def gib(size: float) -> str:
 
 
 def asked(log: Evidence) -> str:
-    return "a request whose size is not stated in the log" if log.requested is None else f"a request for {gib(log.requested)}"
+    return "a request whose size is not stated" if log.requested is None else f"a request for {gib(log.requested)}"
 
 
 def find_causes(log: Evidence) -> list[Cause]:
@@ -50,12 +50,14 @@ def find_causes(log: Evidence) -> list[Cause]:
     found = [cause for cause in (rule(log) for rule in RULES) if cause is not None]
     if log.error and not any(cause.name != NOT_STATED for cause in found):
         found.append(_rest(log))
-    return found or [Cause(NO_MEMORY, "No out-of-memory is stated in the log.", ())]
+    return found or [Cause(NO_MEMORY, "No out-of-memory is stated.", ())]
 
 
 def look(log: Evidence, causes: Sequence[Cause]) -> list[Finding]:
     """Leak, fragmentation, dense fallback, another process, simply too large: each with what speaks for or against it."""
-    return [_finding(name, answer(log), causes) for name, answer in QUESTIONS.items()]
+    too_large = None if causes[0].name in (NOT_STATED, NO_MEMORY) else "another cause comes first"
+    answers = {**{name: answer(log) for name, answer in QUESTIONS.items()}, "too large": too_large}
+    return [_finding(name, against, causes) for name, against in answers.items()]
 
 
 def _finding(name: str, against: str | None, causes: Sequence[Cause]) -> Finding:
@@ -89,14 +91,10 @@ def _fused(log: Evidence) -> str | None:
     return "no dense or eager attention among the frames" if log.frames else None
 
 
-def _some_other_cause(log: Evidence) -> str | None:
-    return None if log.requested is None else "another cause comes first"
-
-
 def _rest(log: Evidence) -> Cause:
     if log.requested is None or log.allocated is None or log.capacity is None:
-        return Cause(NOT_STATED, "The device ran out of memory; what asked for it, or what held the rest, is not stated in "
-                     "the log.", (log.error,))
+        return Cause(NOT_STATED, "The device ran out of memory; what asked for it, or what held the rest, is not stated.",
+                     (log.error,))
     most = log.capacity if log.allowed is None else min(log.allowed, log.capacity)
     where = f" in {log.frames[-1].function}" if log.frames else ""
     return Cause("too large", f"The job is larger than the card: {gib(log.allocated)} were allocated and {gib(log.requested)} "
@@ -214,11 +212,11 @@ def _no_cause(log: Evidence) -> Cause | None:
         return None
     for patterns, what in (
         ((r"(?:CUDA|HIP)(?: driver)? error: out of memory", r"cudaErrorMemoryAllocation", r"CUDA_ERROR_OUT_OF_MEMORY"),
-         "The device ran out of memory; what asked for it, and how much, is not stated in the log."),
+         "The device ran out of memory; what asked for it, and how much, is not stated."),
         ((r"CU(?:BLAS|DNN|SOLVER)_STATUS_ALLOC_FAILED",),
-         "A library could not get memory for its workspace; what holds the card is not stated in the log."),
+         "A library could not get memory for its workspace; what holds the card is not stated."),
         ((r"exit ?code:? -9", r"^(?!.*potential).*SIGKILL", r"^Killed$", r"signal 9", r"killed by signal: Killed"),
-         "A process was killed by signal 9; by whom, and whether memory was the reason, is not stated in the log."),
+         "A process was killed by signal 9; by whom, and whether memory was the reason, is not stated."),
         ((r"\b[Oo]ut of memory\b", r"OutOfMemory", r"OOM killer", r"RESOURCE_EXHAUSTED"),
          "An out-of-memory is spoken of, in words that name no cause known here."),
     ):
@@ -230,7 +228,6 @@ def _no_cause(log: Evidence) -> Cause | None:
 
 QUESTIONS: dict[str, Callable[[Evidence], str | None]] = {
     "leak": _no_leak, "fragmentation": _no_gaps, "unfused attention": _fused, "another process": _nobody_else,
-    "too large": _some_other_cause,
 }
 
 RULES: tuple[Callable[[Evidence], Cause | None], ...] = (

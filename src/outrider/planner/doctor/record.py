@@ -6,7 +6,7 @@ The record holds all that the diagnosis needs: it can be read on another machine
 import json
 import os
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 from torch import Tensor
 
 from outrider.errors import UserError
 from outrider.files import read_json, write_json
 from outrider.planner.doctor.readings import (
+    STATISTICS,
     Blocks,
     CardProcess,
     allocator_blocks,
@@ -29,12 +31,21 @@ from outrider.planner.doctor.readings import (
     versions,
 )
 from outrider.planner.job import Job
-from outrider.planner.ledger import DeviceLedger
-from outrider.planner.lines import Line, Role
+from outrider.planner.ledger import LEDGERS, DeviceLedger
+from outrider.planner.lines import BYTES, Line, Role, phases
 
 SCHEMA = 3
 FRAMES_KEPT = 60
 PHASES = ("load", "capture", "forward", "backward", "optimizer", "check")
+# What a number of a record may be, by its field's name: sizes that a job cannot be without, up to what torch can lay out
+MOST = 2**53  # for all others: bytes and counts, from 0; a float still holds each whole number
+NUMBERS = {
+    **dict.fromkeys(("rows", "row_length", "anchors", "accumulation", "logits_bytes", "replicas", "vocab_size"), (1, MOST)),
+    **dict.fromkeys(("hidden_size", "intermediate_size"), (1, 2**20)),
+    **dict.fromkeys(("num_layers", "num_heads", "num_kv_heads", "head_dim", "block_size"), (1, 2**16)),
+    "wide": (0, 2**32), "activation_budget": (0, 1),
+}
+SHOWN = 60  # characters of a wrong value
 
 
 @dataclass(frozen=True)
@@ -125,13 +136,66 @@ def read(path: Path) -> Record:
         by = f" by outrider {writer['outrider']}" if isinstance(writer, dict) and writer.get("outrider") else ""
         raise UserError(f"{path}: schema = {json.dumps(found['schema'])}, written{by}: this version reads {SCHEMA}: read it with "
                         "the version that wrote it, or give the run's log with --log")
-    try:
-        return _RECORD.validate_json(json.dumps(found), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: a damaged out-of-memory record, {place}: {first['msg']}: restore the file, or give the "
-                        "run's log with --log") from error
+    fault = next(_wrong_numbers(found, ()), None)
+    if fault is None:
+        try:
+            record = _RECORD.validate_json(json.dumps(found), strict=True)
+        except ValidationError as error:
+            fault = _explain(error.errors()[0])
+        else:
+            fault = next(_contradictions(record), None)
+            if fault is None:
+                return record
+    raise UserError(f"{path}: a damaged out-of-memory record, {fault}: restore the file, or give the run's log with --log")
 
 
 _RECORD = TypeAdapter(Record)
+
+
+def _wrong_numbers(value: Any, place: tuple[str, ...]) -> Iterator[str]:
+    """Numbers out of their range, each as `field = value: rule`; the run file's own settings are not looked into."""
+    if isinstance(value, dict | list) and place != ("settings",):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _wrong_numbers(item, (*place, str(key)))
+    elif isinstance(value, int | float):
+        name = next((part for part in reversed(place) if not part.isdecimal()), "")
+        least, most = NUMBERS.get(name, (0, MOST))
+        if not least <= value <= most:  # nor is a NaN
+            yield f"{'.'.join(place)} = {_shown(value)}: must lie in {least}..{most}"
+
+
+def _explain(detail: ErrorDetails) -> str:
+    """What pydantic found, in the words of a run file's errors."""
+    place, rule = ".".join(map(str, detail["loc"])), detail["msg"].replace("Input should be", "must be")
+    if detail["type"] in ("missing", "value_error", "json_invalid"):  # whose value is all that stands around it
+        return f"{place}: {rule.removeprefix('Value error, ')}"
+    return f"{place} = {_shown(detail['input'])}: {rule}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} .."
+
+
+def _contradictions(record: Record) -> Iterator[str]:
+    """Fields that do not go with each other, each as `field = value: rule`."""
+    order, job = list(record.by_phase), record.job
+    if record.moment.phase not in PHASES:
+        yield f"moment.phase = {_shown(record.moment.phase)}: must be one of {', '.join(PHASES)}"
+    if record.roles not in LEDGERS:
+        yield f"roles = {_shown(record.roles)}: must be one of {', '.join(_shown(roles) for roles in LEDGERS)}"
+    if len(job.target.layers) != job.drafter.num_target_layers:
+        yield (f"job.target.layers: are {len(job.target.layers)}, must be job.drafter.num_target_layers = "
+               f"{job.drafter.num_target_layers}")
+    if record.statistics and not record.statistics.keys() >= STATISTICS.keys():
+        yield f"statistics: must name all of {', '.join(STATISTICS)}, or nothing"
+    if order != list(phases(job.drafter.num_layers)):
+        yield f"by_phase: must name the phases of a step of {job.drafter.num_layers} layers, in their order"
+    for i, line in enumerate(record.lines):
+        for field, phase in (("first", line.first), ("last", line.last)):
+            if phase not in record.by_phase:
+                yield f"lines.{i}.{field} = {_shown(phase)}: must be a phase of by_phase"
+        if order.index(line.first) > order.index(line.last):
+            yield f"lines.{i}.first = {_shown(line.first)}: must not come after its last phase, {_shown(line.last)}"
+        if line.dtype not in BYTES and (line.inside or line.dtype != "bytes"):
+            yield f"lines.{i}.dtype = {_shown(line.dtype)}: must be one of {', '.join(BYTES)}"
