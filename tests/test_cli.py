@@ -291,3 +291,57 @@ def test_an_interrupt_says_so_and_exits_130(
     code, _, err = call(capsys, "prepare", road[1] / "answers.jsonl", "--target", road[0], "--out", tmp_path / "rows")
     assert code == 130
     assert "interrupted" in err
+
+
+@pytest.mark.parametrize(("times", "setting", "line"), [(900, 8, 2), (1, 99_999_999, 1)], ids=["prompt", "setting"])
+def test_a_held_out_prompt_without_room_ends_a_run_before_it_begins(
+    road: tuple[Path, Path], tmp_path: Path, times: int, setting: int, line: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else it would end at its first measurement, with all steps before it lost."""
+    held, run = tmp_path / "held.jsonl", tmp_path / "run"
+    held.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hi.", "Go on. " * times)), encoding="utf-8")
+    sentence = refusal(capsys, "train", road[1] / "run.toml", "--set", f"train.folder={run}", "--set", f"data.heldout={held}",
+                       "--set", f"train.accept_tokens={setting}")
+    positions = json.loads((road[0] / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+    for word in (f"data.heldout: {held}:{line}: has ", " tokens", f"{positions} positions",
+                 f"lower train.accept_tokens = {setting}"):
+        assert word in sentence
+    assert not run.exists()
+
+
+def test_a_card_shows_only_what_was_measured_of_its_own_weights(
+    road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, target = tmp_path / "run", road[0]
+    cli.train(road[1] / "run.toml", settings=[f"train.folder={run}", "train.accept_every=4", "checkpoint.keep_last=9"])
+    early, late = (run / "checkpoints" / f"step-{step:08d}" for step in (2, 4))
+
+    def card(checkpoint: Path) -> str:
+        cli.export(checkpoint, tmp_path / "out")
+        return (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+    def measure(drafter: Path) -> None:
+        result(capsys, "evaluate", road[1] / "prompts.jsonl", "--target", target, "--drafter", drafter, "--max-new-tokens", 4,
+               "--limit", 2, "--page", run / "evaluation.json")
+
+    assert "step 4; greedy" in card(late)
+    assert "Not measured: no evaluation" in card(early)
+    measure(run)
+    assert "drafter: " + str(late) in card(late)
+    assert "Not measured: the run folder's evaluation is of other weights" in card(early)
+    card(early)
+    measure(tmp_path / "out")  # an export's own weights, which another export of the same checkpoint has too
+    assert "drafter: " + str(tmp_path / "out") in card(early)
+    assert "step 4; greedy" in card(late)
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"a": 1}', "3", "null", '{"acceptance_by_slot": [], "conditions": 3}'])
+def test_an_evaluation_that_is_none_is_refused_by_an_export(
+    road: tuple[Path, Path], tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    cli.train(road[1] / "run.toml", settings=[f"train.folder={run}", "train.steps=1", "train.accept_every=9"])
+    (run / "evaluation.json").write_text(text, encoding="utf-8")
+    sentence = refusal(capsys, "export", run, "--out", tmp_path / "out")
+    assert f"{run / 'evaluation.json'}: is no evaluation" in sentence
+    assert not (tmp_path / "out").exists()

@@ -197,6 +197,15 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def check_writable(path: Path) -> None:
+    """Raises UserError when `path`, in a folder that exists, could not be written by `write_atomic`; leaves nothing behind."""
+    with explain_os_errors(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", suffix=".partial", dir=path.parent):
+            pass
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON document atomically, indented, with a final newline."""
     write_atomic(path, lambda temporary: temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8"))

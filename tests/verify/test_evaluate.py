@@ -1,6 +1,8 @@
 """Measuring a drafter: fixed keys, conditions beside every number, every side on the same prompts, and a page of it."""
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import at_each_file_operation
 from overfit import overfit_drafter, random_drafter
 from toys import VOCAB, toy_shape
 
@@ -160,6 +163,21 @@ def test_a_page_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path
         check_page(tmp_path / "page.pdf")
     with pytest.raises(UserError, match="does not exist"):
         check_page(tmp_path / "none" / "page.md")
+    (tmp_path / "folder.md").mkdir()
+    with pytest.raises(UserError, match="it is a folder"):
+        check_page(tmp_path / "folder.md")
+    check_page(tmp_path / "page.md")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.md"]
+
+
+@pytest.mark.parametrize(("number", "words"), [(errno.EROFS, "read-only file system"), (errno.EACCES, "permission is denied")])
+def test_a_page_in_a_folder_that_refuses_is_refused_before_any_work(tmp_path: Path, number: int, words: str) -> None:
+    def refuse(event: str) -> None:
+        if event == "tempfile.mkstemp":
+            raise OSError(number, os.strerror(number))
+
+    with at_each_file_operation(refuse), pytest.raises(UserError, match=f"cannot write .*page.html: .*{words}"):
+        check_page(tmp_path / "page.html")
 
 
 def test_the_reading_of_prompts_can_be_left_out_of_the_speed(toy_target: ToyTarget, monkeypatch: pytest.MonkeyPatch) -> None:

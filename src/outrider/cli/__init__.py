@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ import typer
 
 from outrider import show
 from outrider.cli.training import train_here
+from outrider.cli.turns import as_text, turns
 from outrider.command import main as main
 from outrider.command import verb
 from outrider.config import DType, load_run
@@ -227,6 +228,7 @@ def evaluate(
     from outrider.verify.page import check_page, write_page
     from outrider.verify.sampling import DecodeOptions
     from outrider.verify.served import Server, evaluate_server, refuse_given
+    from outrider.weights.opening import find_drafter, weights_digest
 
     if not target:
         raise UserError("--target: is missing: name the target's folder or hub id")
@@ -240,6 +242,7 @@ def evaluate(
     if engine is not None:
         refuse_given(tree_budget=tree_budget > 0, batch_size=batch_size != "1", execution=execution is not None,
                      rival=bool(rival), dtype=dtype != "float32", device=device != "cpu")
+        digest = None if drafter is None else weights_digest(drafter)
         result = evaluate_server(Server(engine, base_url, baseline_url, concurrency), questions.prompts, options,
                                  kinds=questions.kinds, grade=grade)
     elif drafter is None:
@@ -248,9 +251,11 @@ def evaluate(
         raise UserError("--base-url, --baseline-url, --concurrency: are of a server: say with --engine which one answers")
     else:
         trial = Trial(parse_batch_sizes(batch_size), execution or (EAGER if device == "cpu" else COMPILED), grade)
+        drafter = find_drafter(drafter)  # of a run the newest now: a run that goes on has a newer one when this ends
+        digest = weights_digest(drafter)
         result = _evaluate_here(questions, options, trial, rival or (), target, drafter, dtype, device)
     result["conditions"] |= {"source": questions.source, "thinking": thinking, "target": target,
-                             "drafter": None if drafter is None else str(drafter)}
+                             "drafter": None if drafter is None else str(drafter), "drafter_sha256": digest}
     if page is not None:
         write_page(page, result)
     return result
@@ -304,7 +309,7 @@ def generate(
     _trust(target, trust_remote_code)
     tokenizer = load_tokenizer(target)
     template = chat_format(tokenizer, stop_token_ids=(), template_options={})
-    first = None if prompt is None else prompt_ids(PromptLine("prompt", _text(prompt), None, {}), template)
+    first = None if prompt is None else prompt_ids(PromptLine("prompt", as_text(prompt), None, {}), template)
     if chat and not template.has_template:
         raise UserError("--chat: the target's tokenizer has no chat template, so turns cannot be told apart: leave --chat out")
     options = DecodeOptions(max_new_tokens, tuple(read_stop_ids(target, tokenizer)), temperature, top_p, top_k, seed, tree_budget)
@@ -313,29 +318,9 @@ def generate(
     writer = Writer(loaded, opened, tokenizer, options, stops, execution or (GRAPH if loaded.device.type == "cuda" else EAGER),
                     sys.stdout.isatty())
     if chat:
-        return writer.converse(lambda messages: render_prompt(tuple(messages), chat=template, where="chat"), _turns(prompt))
+        return writer.converse(lambda messages: render_prompt(tuple(messages), chat=template, where="chat"), turns(prompt))
     assert first is not None
     return writer.answer(first)
-
-
-def _turns(first: str | None) -> Iterator[str]:
-    """The turns of a chat: `first`, then each line of stdin that is not blank."""
-    if first is not None:
-        yield first
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if line.strip():
-            yield _text(line.strip())
-
-
-def _text(given: str) -> str:
-    if any(0xD800 <= ord(letter) <= 0xDFFF for letter in given):  # how Python holds bytes that were not text
-        raise UserError("prompt: is not UTF-8 text: give it in UTF-8")
-    return given
 
 
 @verb

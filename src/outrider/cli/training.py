@@ -49,9 +49,15 @@ def initial_drafter(config: Any) -> Any:
 
 
 def acceptance_check(config: Any) -> Any:
-    """What the loop calls to measure the real accepted length on held-out prompts, or None when the run names none."""
+    """What the loop calls to measure the real accepted length on held-out prompts, or None when the run names none.
+
+    Raises UserError for a prompt that the target could not continue: the run would end with it hours later, at its first
+    measurement.
+    """
     from outrider.data.prompts import read_prompts
-    from outrider.features.target import load_tokenizer
+    from outrider.features.facts import read_facts
+    from outrider.features.target import load_tokenizer, read_stop_ids
+    from outrider.verify.decode import check_prompt
     from outrider.verify.sampling import DecodeOptions
     from outrider.verify.score import measure_acceptance
 
@@ -60,11 +66,15 @@ def acceptance_check(config: Any) -> Any:
             raise UserError(f"train.accept_every = {config.train.accept_every}: needs prompts to measure on: set data.heldout")
         return None
     tokenizer = load_tokenizer(config.target.path)
-    prompts = [p.ids for p in read_prompts(config.data.heldout, tokenizer, template_options={})][: config.train.accept_prompts]
+    prompts = read_prompts(config.data.heldout, tokenizer, template_options={})[: config.train.accept_prompts]
+    options = DecodeOptions.greedy(max_new_tokens=config.train.accept_tokens,
+                                   stop_ids=tuple(read_stop_ids(config.target.path, tokenizer)))
+    facts = read_facts(config.target.path)
+    for prompt in prompts:
+        check_prompt(prompt.ids, options, facts, name=f"data.heldout: {prompt.where}",
+                     limit=f"train.accept_tokens = {config.train.accept_tokens}")
 
     def check(target: Any, drafter: Any) -> Any:
-        stop_ids = tuple(target.stop_ids(tokenizer))
-        return measure_acceptance(target, drafter, prompts,
-                                  DecodeOptions.greedy(max_new_tokens=config.train.accept_tokens, stop_ids=stop_ids))
+        return measure_acceptance(target, drafter, [prompt.ids for prompt in prompts], options)
 
     return check

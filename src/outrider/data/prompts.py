@@ -39,8 +39,10 @@ class PromptLine:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the target receives it: `ids`, generation prompt included. `kind` is what the line says it is, or None."""
+    """A prompt as the target receives it: `ids`, generation prompt included. `where`: file:line. `kind` is what the line says it
+    is, or None."""
 
+    where: str
     ids: list[int]
     text: str | None
     messages: Messages | None
@@ -72,7 +74,8 @@ def prompt_ids(line: PromptLine, chat: ChatFormat) -> list[int]:
 def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, *, template_options: Mapping[str, Any]) -> list[Prompt]:
     """All prompts of a file in tokens, in order. Raises UserError with file:line at the first that cannot be used."""
     chat = chat_format(tokenizer, stop_token_ids=(), template_options=template_options)
-    return [Prompt(prompt_ids(line, chat), line.text, line.messages, line.extra.get("kind")) for line in read_prompt_lines(path)]
+    return [Prompt(line.where, prompt_ids(line, chat), line.text, line.messages, line.extra.get("kind"))
+            for line in read_prompt_lines(path)]
 
 
 def _parse_line(record: Any, where: str) -> PromptLine:

@@ -93,18 +93,20 @@ def check_fit(shape: DrafterShape, facts: TargetFacts) -> None:
                             "target that it was trained for")
 
 
-def check_prompt(prompt_ids: Sequence[int], options: DecodeOptions, facts: TargetFacts, *, name: str) -> None:
-    """Raises UserError for a prompt that cannot be continued; `name` begins the message."""
+def check_prompt(
+    prompt_ids: Sequence[int], options: DecodeOptions, facts: TargetFacts, *, name: str, limit: str = "max_new_tokens"
+) -> None:
+    """Raises UserError for a prompt that cannot be continued; `name` begins the message, `limit` is where new tokens are set."""
     if not prompt_ids:
         raise UserError(f"{name}: is empty: give at least one token")
     outside = [token for token in prompt_ids if not 0 <= token < facts.vocab_size]
     if outside:
         raise UserError(f"{name}: token {outside[0]} is outside the target's vocabulary of {facts.vocab_size}: use the "
                         "target's tokenizer")
-    room = facts.max_position_embeddings - options.max_new_tokens
+    room = max(0, facts.max_position_embeddings - options.max_new_tokens)
     if len(prompt_ids) > room:
         raise UserError(f"{name}: has {len(prompt_ids)} tokens, but the target's {facts.max_position_embeddings} positions leave "
-                        f"room for {room} beside {options.max_new_tokens} new ones: shorten it or lower max_new_tokens")
+                        f"room for {room} beside {options.max_new_tokens} new ones: shorten it or lower {limit}")
 
 
 def check_weights(drafter: Drafter) -> None:

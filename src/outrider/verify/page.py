@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import UserError
-from outrider.files import write_atomic, write_json
+from outrider.files import check_writable, read_json, write_atomic, write_json
 from outrider.report.page import Section, page, table, verbatim
 from outrider.show import evaluation_tables, plain, show_lines
 
@@ -22,6 +22,7 @@ def check_page(path: Path) -> None:
         raise UserError(f"--page {path}: must end in {', '.join(FORMS[:-1])} or {FORMS[-1]}")
     if not path.parent.is_dir():
         raise UserError(f"--page {path}: the folder {path.parent} does not exist: create it")
+    check_writable(path)
 
 
 def write_page(path: Path, result: Mapping[str, Any]) -> None:
@@ -35,6 +36,17 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
     else:
         text = f"# Evaluation\n\n{markdown(result)}\n"
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def read_page(path: Path) -> dict[str, Any]:
+    """The result that a `.json` page holds. Raises UserError when it is no evaluation."""
+    result = read_json(path, what="the evaluation")
+    try:
+        markdown(result)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: is no evaluation that could be shown ({type(error).__name__}: {error}): write it again with "
+                        "outrider evaluate --page, or remove it") from error
+    return dict(result)
 
 
 def markdown(result: Mapping[str, Any]) -> str:

@@ -4,36 +4,56 @@ What the run folder does not hold is said to be absent, never filled in.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.config import load_run
 from outrider.data.rows import read_info
 from outrider.errors import UserError
-from outrider.files import read_json
 from outrider.model.drafter import count_parameters
 from outrider.records import DrafterShape
+from outrider.train.checkpoint import read_state
 from outrider.train.metrics import METRICS_NAME
 from outrider.train.start import RESOLVED_NAME
-from outrider.verify.page import EVALUATION_NAME, markdown
+from outrider.verify.page import EVALUATION_NAME, markdown, read_page
 from outrider.weights.golden import GOLDEN_NAME, STAGES
 
 CARD_NAME = "README.md"
 
 
+@dataclass(frozen=True)
+class CardSource:
+    """Where a card's drafter comes from: a checkpoint after `step` steps; `run` and `evaluation`: its run folder and what lies
+    there of `outrider evaluate`, of whatever drafter, or None."""
+
+    step: int
+    run: Path | None
+    evaluation: Mapping[str, Any] | None
+
+
+def read_source(checkpoint: Path) -> CardSource:
+    """Raises UserError when the run's evaluation cannot be read."""
+    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+    evaluation = read_page(run / EVALUATION_NAME) if run is not None and (run / EVALUATION_NAME).is_file() else None
+    return CardSource(read_state(checkpoint)["position"]["step"], run, evaluation)
+
+
 def model_card(
-    shape: DrafterShape, *, target: str, run: Path | None, serve: Mapping[str, str], golden: bool, code: bool
+    shape: DrafterShape, *, target: str, source: CardSource, weights: Collection[str | None], serve: Mapping[str, str],
+    golden: bool, code: bool,
 ) -> str:
-    """The card, in Markdown with the metadata block of model hubs. `run`: the run folder of the checkpoint, if it has one.
-    `code`: Python code of the target's own was let run for the export, as it may have been for the run."""
-    name = Path(target).name
+    """The card, in Markdown with the metadata block of model hubs. `weights`: digests (`opening.weights_digest`) of this drafter,
+    of which an evaluation must name one to be shown. `code`: Python code of the target's own was let run for the export, as it
+    may have been for the run."""
+    name, run = Path(target).name, source.run
     parts = [
         _front_matter(target),
         f"# A DFlash drafter for {name}\n\nDrafts {shape.block_size - 1} tokens a step for {name}, which verifies them: the "
         "answers stay the target's own. Trained with Outrider; method: DFlash, arXiv 2602.06036.",
         "## The drafter\n\n" + _table(_facts(shape)),
-        "## Measured\n\n" + _measured(run),
+        "## Measured\n\n" + _measured(source, weights),
         "## Serve\n\n" + "\n\n".join(f"{engine}:\n```\n{command}\n```" for engine, command in serve.items()),
     ]
     if code or (run is not None and (run / RESOLVED_NAME).is_file() and load_run(run / RESOLVED_NAME).target.trust_remote_code):
@@ -72,14 +92,16 @@ def _table(rows: Mapping[str, str]) -> str:
     return "\n".join(["| | |", "|---|---|", *cells])
 
 
-def _measured(run: Path | None) -> str:
-    """The run's evaluation where it has one, else the last accepted length measured while training."""
-    if run is not None and (run / EVALUATION_NAME).is_file():
-        return markdown(read_json(run / EVALUATION_NAME, what="the run's evaluation"))
-    last = _last_measurement(run) if run is not None else None
+def _measured(source: CardSource, weights: Collection[str | None]) -> str:
+    """The run's evaluation where it is of these weights, else the accepted length that training measured at this step."""
+    run, evaluation = source.run, source.evaluation
+    if evaluation is not None and evaluation["conditions"].get("drafter_sha256") in set(weights) - {None}:
+        return markdown(evaluation)
+    last = _measurement_at(run, source.step) if run is not None else None
     if run is None or last is None:
-        return ("Not measured: no evaluation lies in the run folder. `outrider evaluate ... --page RUN/evaluation.json` writes "
-                "one, and the next export carries it.")
+        why = "no evaluation lies in the run folder" if evaluation is None else "the run folder's evaluation is of other weights"
+        return (f"Not measured: {why}. `outrider evaluate ... --drafter CHECKPOINT --page RUN/{EVALUATION_NAME}` writes one, and "
+                "the next export of that checkpoint carries it.")
     settings = load_run(run / RESOLVED_NAME).train
     slots = ", ".join(f"{share:.2f}" for share in last["acceptance_by_slot"])
     return _table({
@@ -91,7 +113,7 @@ def _measured(run: Path | None) -> str:
     })
 
 
-def _last_measurement(run: Path) -> dict[str, Any] | None:
+def _measurement_at(run: Path, step: int) -> dict[str, Any] | None:
     path = run / METRICS_NAME
     if not path.is_file() or not (run / RESOLVED_NAME).is_file():
         return None
@@ -101,8 +123,8 @@ def _last_measurement(run: Path) -> dict[str, Any] | None:
             values = json.loads(line)
         except json.JSONDecodeError:  # a line cut by a kill
             continue
-        if isinstance(values, dict) and {"step", "tau", "acceptance_by_slot", "tokens", "forwards"} <= values.keys():
-            found = values
+        if isinstance(values, dict) and {"tau", "acceptance_by_slot", "tokens", "forwards"} <= values.keys():
+            found = values if values.get("step") == step else found
     return found
 
 

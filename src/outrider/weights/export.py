@@ -16,10 +16,10 @@ from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, to_config
 from outrider.train.checkpoint import STATE_NAME, read_state
 from outrider.verify.decode import check_fit
-from outrider.weights.card import CARD_NAME, model_card
+from outrider.weights.card import CARD_NAME, model_card, read_source
 from outrider.weights.gguf import GGUF_NAME, check_gguf, write_gguf
 from outrider.weights.golden import GOLDEN_NAME, golden_draft, write_golden
-from outrider.weights.opening import find_drafter, open_drafter, scale_of_embedding
+from outrider.weights.opening import find_drafter, open_drafter, scale_of_embedding, weights_digest
 from outrider.weights.selfcheck import check_gguf_file, rounded, selfcheck
 from outrider.weights.serve import serve_commands
 from outrider.weights.speculators import to_speculators
@@ -49,7 +49,7 @@ def export(
     if "gguf" in formats:
         check_gguf(drafter.shape, load_tokenizer(target))
     serve = serve_commands(out, target, drafter.shape, formats)
-    run = source.parent.parent if source.parent.name == "checkpoints" else None
+    card_source, weights = read_source(source), {weights_digest(source)}
     with atomic_folder(out) as temporary:
         reasons = _write_gguf(temporary, drafter, target, dtype) if "gguf" in formats else []
         if set(formats) & {"hf", "speculators"}:
@@ -61,7 +61,8 @@ def export(
             whole = load_target(target, dtype="float32", device="cpu", last_layer=None, head=True)
             ids = load_tokenizer(target)(GOLDEN_TEXT)["input_ids"]
             write_golden(temporary / GOLDEN_NAME, golden_draft(whole, drafter, ids))
-        card = model_card(drafter.shape, target=target, run=run, serve=serve, golden=golden, code=is_trusted(target))
+        card = model_card(drafter.shape, target=target, source=card_source, weights=weights | {weights_digest(temporary)},
+                          serve=serve, golden=golden, code=is_trusted(target))
         (temporary / CARD_NAME).write_text(card, encoding="utf-8")
     return {"folder": str(out), "selfcheck": True, "formats": sorted(formats), "serve": serve}
 

@@ -1,5 +1,6 @@
 """Takes a path (run, checkpoint or exported folder), gives the drafter in it; writes nothing."""
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.errors import UserError
 from outrider.features.target import DTYPES, embedding_scale, target_digest
 from outrider.features.trust import code_of
-from outrider.files import read_json
+from outrider.files import read_json, sha256_file
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, from_config, tensor_shapes
@@ -52,6 +53,15 @@ def read_target_digest(path: Path) -> str | None:
     config = read_json(folder / CONFIG_NAME, what="the drafter's config")
     verifier = config["speculators_config"]["verifier"]["name_or_path"] if is_speculators(config) else None
     return target_digest(verifier) if verifier is not None and Path(verifier).expanduser().is_dir() else None
+
+
+def weights_digest(path: Path) -> str | None:
+    """Hex SHA-256 of the file of weights that `open_drafter` reads at `path`; None where there is none."""
+    with contextlib.suppress(UserError):
+        folder = find_drafter(path)
+        weights = (folder / DRAFTER_FOLDER if (folder / STATE_NAME).is_file() else folder) / WEIGHTS_NAME
+        return sha256_file(weights) if weights.is_file() else None
+    return None
 
 
 def check_scale(path: Path, target: str) -> None:
