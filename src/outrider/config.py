@@ -15,6 +15,10 @@ from outrider.errors import UserError
 
 Whole = Annotated[int, Field(strict=True)]  # no 2.0, "2" or true
 Positive = Annotated[Whole, Field(ge=1)]
+Layers = Annotated[Whole, Field(ge=1, le=128)]
+Heads = Annotated[Whole, Field(ge=1, le=1024)]
+Size = Annotated[Whole, Field(ge=1, le=2**20)]
+Rows = Annotated[Whole, Field(ge=1, le=4096)]
 Real = Annotated[float, Field(strict=True)]
 Share = Annotated[Real, Field(ge=0.0, le=1.0)]
 Place = Annotated[Path, AfterValidator(Path.expanduser)]
@@ -108,18 +112,18 @@ class FeaturesConfig(Section):
 class DrafterConfig(Section):
     """The drafter's architecture. What is left out is derived from the target, and printed."""
 
-    num_layers: Positive = 5
+    num_layers: Layers = 5
     block_size: Annotated[Whole, Field(le=4096)] = 16
     mask_token_id: Whole
     target_layer_ids: tuple[Whole, ...] | None = None
-    num_target_features: Positive = 5
-    intermediate_size: Positive | None = None
-    num_heads: Positive | None = None
-    num_kv_heads: Positive | None = None
-    head_dim: Positive | None = None
+    num_target_features: Layers = 5
+    intermediate_size: Size | None = None
+    num_heads: Heads | None = None
+    num_kv_heads: Heads | None = None
+    head_dim: Annotated[Whole, Field(ge=1, le=1024)] | None = None
     rope_theta: Annotated[Real, Field(gt=0)] | None = None
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
-    sliding_window: Positive | None = None
+    sliding_window: Annotated[Whole, Field(ge=1, le=2**31 - 1)] | None = None
 
 
 class LayoutConfig(Section):
@@ -130,19 +134,21 @@ class LayoutConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """`gamma`: decay length of the slot weights in slots; derived from the block size when left out.
+    """`gamma`: decay length of the slot weights in slots; derived from the block size when left out. At 0.1 the
+    second drafted slot weighs e^-10 of the first; below, only the first would learn.
 
     `logits_mib`: memory for the logits of one chunk of rows, MiB; the loss never holds more of them.
     """
 
-    gamma: Annotated[Real, Field(gt=0)] | None = None
+    gamma: Annotated[Real, Field(ge=0.1)] | None = None
     logits_mib: Positive = 768
 
 
 class OptimizerConfig(Section):
     """AdamW (arXiv 1711.05101) on fp32 masters, cosine schedule.
 
-    `state`: dtype of both moments; "8bit" takes 2.03 bytes a parameter instead of 8, through torchao.
+    `state`: dtype of both moments; "8bit" takes 2.03 bytes a parameter instead of 8, through torchao. `clip_norm`: the gradient's
+    largest norm; clipped far below 1e-3, a large drafter's gradients vanish beside AdamW's epsilon and nothing is learned.
     """
 
     state: Literal["float32", "8bit"] = "float32"
@@ -152,7 +158,7 @@ class OptimizerConfig(Section):
     beta2: Annotated[Real, Field(ge=0, lt=1)] = 0.95
     epsilon: Annotated[Real, Field(gt=0)] = 1e-8
     weight_decay: Annotated[Real, Field(ge=0)] = 0.01
-    clip_norm: Annotated[Real, Field(gt=0)] = 1.0
+    clip_norm: Annotated[Real, Field(ge=1e-3)] = 1.0
     warmup_share: Share = 0.04
     final_share: Share = 0.1
 
@@ -179,8 +185,8 @@ class TrainConfig(Section):
     precision: DType = "bfloat16"
     epochs: Positive = 6
     steps: Positive | None = None
-    rows_per_batch: Positive = 1
-    accumulation: Positive = 1
+    rows_per_batch: Rows = 1
+    accumulation: Rows = 1
     log_every: Positive = 1
     tracker: Literal["tensorboard"] | None = None
     max_hours: Annotated[Real, Field(gt=0)] | None = None

@@ -198,9 +198,14 @@ def show_plan(result: Mapping[str, Any]) -> None:
         show_simulation(console, result["simulated"])
 
 
+def gpus(count: int) -> str:
+    """So many GPUs, in words."""
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
 def show_simulation(console: Console, simulated: Mapping[str, Any]) -> None:
     """The arrangements of so many GPUs in one table, the best for fewer, and two steps of the best as bars, one a lane."""
-    console.print(f"\nSimulated: {simulated['gpus']} GPUs, machines of {simulated['gpus_per_machine']}, targets "
+    console.print(f"\nSimulated: {gpus(simulated['gpus'])}, machines of {simulated['gpus_per_machine']}, targets "
                   f"{simulated['turns']}; stage times: {simulated['times']}.", highlight=False, markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for name, justify in SIMULATED_COLUMNS.items():

@@ -126,6 +126,32 @@ def test_without_measured_times_the_plan_says_so() -> None:
     assert planned(simulate=64)["simulated"]["arrangements"][0]["gpus"] == 64
 
 
+@pytest.mark.parametrize(("capture", "learn", "rest"), [(0.001, 0, 0), (0, 0.001, 0), (0, 0.001, 86_400_000),
+                                                        (86_400_000, 86_400_000, 86_400_000)])
+def test_the_shortest_and_the_longest_times_make_a_time_line(tmp_path: Path, capture: float, learn: float, rest: int) -> None:
+    times = tmp_path / "times.toml"
+    times.write_text(f"capture_ms = {capture}\nlearn_ms = {learn}\nupdate_ms = {rest}\nsum_ms = {rest}\ncopy_ms = {rest}\n")
+    result = planned(simulate=64, times=times)
+    assert all(0 < one["step_ms"] < 1e11 for one in result["simulated"]["arrangements"])
+    show_plan(result)
+
+
+@pytest.mark.parametrize(("placement", "arrangements", "fewer"), [
+    ("colocated", [(8, 0)], [1, 2, 4, 8]), ("pairs", [(4, 1)], [2, 4, 8]), ("fan-in", [(2, 3), (1, 7)], [4, 8]),
+])
+def test_a_placement_is_simulated_alone(placement: str, arrangements: list[tuple[int, int]], fewer: list[int]) -> None:
+    simulated = planned(simulate=8, placement=placement)["simulated"]
+    found = {(one["processes"], one["capture_cards"]) for one in simulated["arrangements"]}
+    assert found == set(arrangements)
+    assert [one["gpus"] for one in simulated["by_gpus"]] == fewer
+
+
+def test_one_gpu_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_plan(planned(simulate=1, page=tmp_path / "line.html"))
+    assert "Simulated: 1 GPU, machines" in capsys.readouterr().out
+    assert "1 GPUs" not in (tmp_path / "line.html").read_text()
+
+
 def test_a_trace_is_kept_and_read(tmp_path: Path) -> None:
     spans = [Span("0 learn", "capture", 0.0, 4.0)]
     for i in range(4):
@@ -141,6 +167,7 @@ def test_a_trace_is_kept_and_read(tmp_path: Path) -> None:
     measured = read_measured(tmp_path)
     assert measured.stages == trace.stages()
     assert measured.source.endswith("traced on cpu")
+    assert read_measured((tmp_path / TRACE_NAME).rename(tmp_path / "kept.json")).stages == measured.stages
     assert waits_by_side([Span("0 learn", "learn", 0, 10), Span("1 learn", "learn", 0, 30)], 0, 40) == {"learn": 0.5}
     assert within([Span("a", "b", 0, 10), Span("a", "b", 10, 20)], 5, 10) == [Span("a", "b", 0, 5)]
 
@@ -148,6 +175,10 @@ def test_a_trace_is_kept_and_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "text", "sentence"), [
     ("t.toml", "capture_ms = 1\nlearn_ms = 2", "'update_ms' is missing"),
     ("t.toml", "capture_ms = 1\nlearn_ms = 2\nupdate_ms = -1", "update_ms = -1: must be a time in ms"),
+    ("t.toml", "capture_ms = 1\nlearn_ms = 2\nupdate_ms = 1.7e308",
+     r"t\.toml: update_ms = 1\.7e\+308: must be a time in ms, from 0 to 86,400,000 \(a day\)"),
+    ("t.toml", "capture_ms = 0\nlearn_ms = 0\nupdate_ms = 0",
+     r"t\.toml: capture_ms = 0, learn_ms = 0: must be at least 0\.001 ms together"),
     ("t.toml", "capture = 1", "unknown key 'capture': did you mean 'capture_ms'"),
     ("t.toml", "x =", "not valid TOML"),
     ("t.json", "[1]", "must hold keys and numbers"),
@@ -166,6 +197,7 @@ def test_what_is_no_file_of_times(tmp_path: Path, name: str | None, text: str, s
 
 @pytest.mark.parametrize(("options", "sentence"), [
     ({"simulate": 0}, "--simulate 0: must be a number of GPUs from 1 to 64"), ({"simulate": 65}, "from 1 to 64"),
+    ({"simulate": 7, "placement": "pairs"}, "--placement pairs: has no arrangement that takes all of --simulate 7: name another"),
     ({"page": Path("x.html")}, "--page x.html: belongs to --simulate"), ({"times": Path("x")}, "--times x: belongs to"),
     ({"simulate": 2, "page": Path("x.png")}, r"--page x\.png: must end in \.html or \.svg"),
 ])

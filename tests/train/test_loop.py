@@ -240,6 +240,16 @@ def test_resume_refuses_a_changed_run_and_names_the_field(make_run: MakeRun, key
     train(make_run(**{"checkpoint.every": 3, "train.log_every": 2}), check=None)
 
 
+def test_a_step_that_would_take_a_row_twice_is_refused(make_run: MakeRun, toy_rows: Path) -> None:
+    count = len(load_rows(toy_rows))
+    train(make_run("whole", **{"train.steps": 1, "train.rows_per_batch": count, "train.accumulation": 1}), check=None)
+    for rows, accumulation, per_step in ((count + 1, 1, count + 1), (1, 4096, 4096)):
+        run = make_run(**{"train.rows_per_batch": rows, "train.accumulation": accumulation})
+        with pytest.raises(UserError, match=rf"accumulation = {per_step}: a step would take a row twice, data.rows has {count}:"):
+            train(run, check=None)
+        assert not run.train.folder.exists() or not list(run.train.folder.glob("*.toml"))
+
+
 def test_resume_refuses_other_rows_under_the_same_name(make_run: MakeRun, toy_rows: Path, tmp_path: Path) -> None:
     """The same rows in another order, with a description and checksum that fit them."""
     folder = Path(shutil.copytree(toy_rows, tmp_path / "rows"))

@@ -31,10 +31,21 @@ def test_default_layer_ids(layers: int, count: int, expected: tuple[int, ...]) -
     assert default_layer_ids(layers, count) == expected
 
 
-@pytest.mark.parametrize(("layers", "count"), [(6, 5), (4, 2), (2, 1), (1, 1), (7, 6)])
-def test_too_many_features_for_the_target(layers: int, count: int) -> None:
-    with pytest.raises(UserError, match=rf"num_target_features = {count}: too many for a target of {layers} layers"):
-        default_layer_ids(layers, count)
+@pytest.mark.parametrize("layers", range(1, 70))
+def test_too_many_features_for_the_target(layers: int) -> None:
+    """What the refusal calls the most is."""
+    most = max((n for n in range(1, layers + 1) if spreads(layers, n)), default=0)
+    way_out = f"set it to at most {most}, or give drafter" if most else "repeats a layer: give drafter"
+    for count in (most + 1, most + 2, 128):
+        with pytest.raises(UserError, match=rf"_features = {count}: too many for a target of {layers} layers.*{way_out}"):
+            default_layer_ids(layers, count)
+
+
+def spreads(layers: int, count: int) -> bool:
+    try:
+        return len(default_layer_ids(layers, count)) == count
+    except UserError:
+        return False
 
 
 def test_default_ids_are_always_legal_or_refused(facts: TargetFacts) -> None:

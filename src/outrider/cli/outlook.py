@@ -41,7 +41,7 @@ def plan_from(
     result = plan_run(job, cards, placement=placement, vary=vary, explain=explain)
     if ahead.gpus is None:
         return result
-    simulated = look_ahead(job, cards[0], len(cards), ahead.gpus, measured, resolved.config.placement)
+    simulated = look_ahead(job, cards[0], len(cards), ahead.gpus, measured, resolved.config.placement, placement)
     if ahead.page is not None:
         write_outlook(ahead.page, simulated)
         simulated["page"] = str(ahead.page)

@@ -1,4 +1,4 @@
-"""Takes a run's folder, or a small file of times, gives measured stage times for the simulator; measures nothing itself."""
+"""Takes a run's trace, or a small file of times, gives measured stage times for the simulator; measures nothing itself."""
 
 import difflib
 import tomllib
@@ -12,6 +12,8 @@ from outrider.planner.timeline import STAGES, TRACE_NAME, read_trace
 
 KEYS = tuple(f"{stage}_ms" for stage in STAGES)
 NEEDED = ("capture_ms", "learn_ms", "update_ms")
+MOST_MS = 24 * 3_600_000  # a day
+LEAST_MS = 0.001  # of capturing and learning together: a step has a length
 
 
 @dataclass(frozen=True)
@@ -23,18 +25,24 @@ class Measured:
 
 
 def read_measured(path: Path) -> Measured:
-    """The stage times of a run's folder (its trace) or of a TOML or JSON file with the keys of KEYS. Raises UserError."""
+    """The stage times of a traced run (its folder or trace) or of a TOML or JSON file with the keys of KEYS. Raises UserError."""
     if path.is_dir():
-        trace = read_trace(path / TRACE_NAME)
-        stages = trace.stages()
-        if trace.processes == 1:
-            stages.pop("sum", None)  # nothing was summed
-        return _checked({f"{stage}_ms": value for stage, value in stages.items()},
-                        where=str(path / TRACE_NAME), source=f"medians of {path / TRACE_NAME}, traced on {trace.device}")
+        return _traced(path / TRACE_NAME)
     values: Any = _read_toml(path) if path.suffix == ".toml" else read_json(path, what="the file of stage times")
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold keys and numbers, such as capture_ms = 690.0")
+    if "spans" in values:
+        return _traced(path)
     return _checked(values, where=str(path), source=str(path))
+
+
+def _traced(path: Path) -> Measured:
+    trace = read_trace(path)
+    stages = trace.stages()
+    if trace.processes == 1:
+        stages.pop("sum", None)  # nothing was summed
+    return _checked({f"{stage}_ms": value for stage, value in stages.items()},
+                    where=str(path), source=f"medians of {path}, traced on {trace.device}")
 
 
 def _checked(values: dict[str, Any], *, where: str, source: str) -> Measured:
@@ -43,11 +51,14 @@ def _checked(values: dict[str, Any], *, where: str, source: str) -> Measured:
             near = difflib.get_close_matches(key, KEYS, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(KEYS)}"
             raise UserError(f"{where}: unknown key '{key}': {hint}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise UserError(f"{where}: {key} = {value!r}: must be a time in ms, at least 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_MS:
+            raise UserError(f"{where}: {key} = {value!r}: must be a time in ms, from 0 to {MOST_MS:,} (a day)")
     absent = [key for key in NEEDED if key not in values]
     if absent:
         raise UserError(f"{where}: '{absent[0]}' is missing: add it, in ms")
+    if values["capture_ms"] + values["learn_ms"] < LEAST_MS:
+        raise UserError(f"{where}: capture_ms = {values['capture_ms']!r}, learn_ms = {values['learn_ms']!r}: must be at least "
+                        f"{LEAST_MS} ms together: give them as measured")
     return Measured(source, {key.removesuffix("_ms"): float(value) for key, value in values.items()})
 
 

@@ -9,7 +9,7 @@ from outrider.errors import UserError
 from outrider.planner.gpus import Gpu
 from outrider.planner.job import Job
 from outrider.planner.measured import Measured
-from outrider.planner.plan import placement_name, plan_of, shared_out
+from outrider.planner.plan import PLACEMENTS, placement_name, plan_of, shared_out
 from outrider.planner.simulate import Arrangement, Simulated, StageTimes, arrangements_of, simulate
 from outrider.planner.speed import LINK_SHARE, parts, sum_ms
 from outrider.planner.timeline import within
@@ -19,19 +19,25 @@ STEPS_DRAWN, PROCESSES_DRAWN = 2, 4
 
 
 def look_ahead(
-    job: Job, gpu: Gpu, per_machine: int, gpus: int, measured: Measured | None, settings: PlacementConfig
+    job: Job, gpu: Gpu, per_machine: int, gpus: int, measured: Measured | None, settings: PlacementConfig,
+    placement: str | None,
 ) -> dict[str, Any]:
     """What `outrider plan --simulate` adds to a plan: every arrangement of `gpus` cards, the best one's time line, and the best
     for each smaller number of cards that is a power of two.
 
     `per_machine`: cards of one machine. Times that were not measured are the plan's own. A step has `train.accumulation`
-    micro-batches, at least one a process: where the run file has fewer, `changes` says what it needs. Raises UserError.
+    micro-batches, at least one a process: where the run file has fewer, `changes` says what it needs. `placement`: these
+    arrangements alone. Raises UserError.
     """
     if not 1 <= gpus <= MOST_GPUS:
         raise UserError(f"--simulate {gpus}: must be a number of GPUs from 1 to {MOST_GPUS}")
-    found = list(_arranged(job, gpu, per_machine, gpus, measured, settings))
+    found = _arranged(job, gpu, per_machine, gpus, measured, settings, placement)
+    if not found:
+        raise UserError(f"--placement {placement}: has no arrangement that takes all of --simulate {gpus}: name another number, "
+                        "or another placement")
     counts = [2**i for i in range(gpus.bit_length()) if 2**i < gpus]
-    smaller = [_arranged(job, gpu, per_machine, count, measured, settings)[0][0] for count in counts]
+    smaller = [fewer[0][0] for count in counts
+               if (fewer := _arranged(job, gpu, per_machine, count, measured, settings, placement))]
     best, drawn = found[0]
     return {
         "gpus": gpus, "gpus_per_machine": per_machine, "turns": settings.turns,
@@ -44,11 +50,14 @@ def look_ahead(
 
 
 def _arranged(
-    job: Job, gpu: Gpu, per_machine: int, gpus: int, measured: Measured | None, settings: PlacementConfig
+    job: Job, gpu: Gpu, per_machine: int, gpus: int, measured: Measured | None, settings: PlacementConfig,
+    placement: str | None,
 ) -> list[tuple[dict[str, Any], Simulated]]:
-    """Every arrangement with its simulation: those that fit first, then by supervised tokens a second."""
+    """Every arrangement of `placement` (None: all) with its simulation: what fits first, then by supervised tokens a second."""
     found = []
     for processes, cards in arrangements_of(gpus):
+        if placement not in (None, PLACEMENTS[min(cards, 2)]):
+            continue
         needed, placed = shared_out(job, processes, sharded=settings.sharding == "fsdp2" and processes > 1)
         placed = replace(placed, prefetch=cards > 0)
         plan = plan_of(placement_name(processes, cards, placed.sharded), placed, gpu, cards, needed)

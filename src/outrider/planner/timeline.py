@@ -78,12 +78,14 @@ def read_trace(path: Path) -> TraceFile:
 
 def waits_by_side(spans: Sequence[Span], began: float, ended: float) -> dict[str, float]:
     """Share of the time from `began` to `ended` ms in which lanes whose name holds "learn" or "capture" have no work, means."""
+    busy: dict[str, float] = {}
+    for span in spans:
+        busy[span.lane] = busy.get(span.lane, 0.0) + max(0.0, min(span.end, ended) - max(span.begin, began))
     waits = {}
     for side in ("learn", "capture"):
-        lanes = sorted({span.lane for span in spans if side in span.lane})
+        lanes = [ms for lane, ms in busy.items() if side in lane]
         if lanes:
-            busy = [sum(max(0.0, min(s.end, ended) - max(s.begin, began)) for s in spans if s.lane == lane) for lane in lanes]
-            waits[side] = max(0.0, 1.0 - sum(busy) / len(lanes) / (ended - began))
+            waits[side] = max(0.0, 1.0 - sum(lanes) / len(lanes) / (ended - began))
     return waits
 
 

@@ -10,6 +10,7 @@ from outrider.planner.timeline import TRACE_NAME, TraceFile, read_trace, within
 from outrider.records import Span
 from outrider.report.drawings import time_line
 from outrider.report.page import Section, note, page, table
+from outrider.show import gpus
 
 STEPS_DRAWN = 2
 
@@ -32,13 +33,13 @@ def write_outlook(path: Path, simulated: Mapping[str, Any]) -> None:
             for one in simulated["arrangements"]]
     sections = [
         Section(f"Two steps of: {best['placement']}", [picture, note(f"Stage times: {simulated['times']}.")]),
-        Section(f"Arrangements of {simulated['gpus']} GPUs", [table(rows, header=(
+        Section(f"Arrangements of {gpus(simulated['gpus'])}", [table(rows, header=(
             "placement", "fits", "step ms", "supervised tokens/s", "drafter cards wait", "target cards wait"))]),
         Section("The best of fewer", [table(
             [(one["gpus"], one["placement"], one["step_ms"], one["supervised_tokens_per_s"]) for one in simulated["by_gpus"]],
             header=("GPUs", "placement", "step ms", "supervised tokens/s"))]),
     ]
-    text = page(f"Simulated: {simulated['gpus']} GPUs", sections)
+    text = page(f"Simulated: {gpus(simulated['gpus'])}", sections)
     write_atomic(path, lambda to: to.write_text(text, encoding="utf-8"))
 
 

@@ -25,8 +25,10 @@ def default_layer_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
         return (num_target_layers // 2,)
     ids = tuple(round(1 + j * (num_target_layers - 4) / max(count - 1, 1)) for j in range(count))
     if num_target_layers < 5 or len(set(ids)) < count:
+        most = max(num_target_layers - 3, int(num_target_layers > 2))
+        lower = f"set it to at most {most}, or " if most else ""
         raise UserError(f"drafter.num_target_features = {count}: too many for a target of {num_target_layers} layers, the "
-                        "default spread repeats a layer: lower it, or give drafter.target_layer_ids")
+                        f"default spread repeats a layer: {lower}give drafter.target_layer_ids")
     return ids
 
 

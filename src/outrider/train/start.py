@@ -118,7 +118,7 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     _check_folder(resolved, checkpoint)
     rows = load_rows(config.data.rows)
     _check_data(resolved, rows)
-    _check_share(config, processes)
+    _check_share(config, processes, len(rows))
     forecast = foresee(resolved, devices, card_of, row_length=rows.row_length, replicas=processes.count)
     inputs = {"data.rows": read_info(config.data.rows)["rows_sha256"],
               "target.path": processes.from_first(lambda: target_digest(config.target.path))}
@@ -313,7 +313,11 @@ def _check_data(resolved: Resolved, rows: PreparedRows) -> None:
         raise UserError(f"drafter.mask_token_id = {mask}: occurs in the data: choose an id that never occurs in text")
 
 
-def _check_share(config: RunConfig, processes: Processes) -> None:
+def _check_share(config: RunConfig, processes: Processes, rows: int) -> None:
+    per_step = config.train.rows_per_batch * config.train.accumulation
+    if per_step > rows:
+        raise UserError(f"train.rows_per_batch * train.accumulation = {per_step}: a step would take a row twice, data.rows has "
+                        f"{rows}: lower them to at most {rows} rows a step, or prepare more")
     if config.train.accumulation < processes.count:
         raise UserError(f"train.accumulation = {config.train.accumulation}: the micro-batches of a step are shared out over the "
                         f"processes, and there are {processes.count} of those: set it to at least {processes.count}, or start "
