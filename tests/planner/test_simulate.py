@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from overlap import overlap_ms
 from test_ledger import BORN_FROM
 
 from outrider import cli
 from outrider.errors import UserError
 from outrider.planner.measured import read_measured
 from outrider.planner.simulate import Arrangement, Simulated, StageTimes, arrangements_of, simulate
-from outrider.planner.timeline import TRACE_NAME, TraceFile, overlap_ms, read_trace, waits_by_side, within, write_trace
+from outrider.planner.timeline import TRACE_NAME, TraceFile, read_trace, waits_by_side, within, write_trace
 from outrider.records import Span
 from outrider.show import show_plan
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from learning import CPU, LOGITS_BYTES, make_drafter, make_learner, random_micro_batch
+from overlap import overlap_ms
 from torch import Tensor
 from toys import random_rows, toy_shape
 
@@ -93,12 +94,6 @@ def drive(relay: Relay, rows: list[TokenRows], *, learn_s: float = PIECE_S) -> l
         seen.append(float(features.values_BSF.mean()))
         relay.expect(rows[i + 1 :][: relay.ahead])
     return seen
-
-
-def overlap_ms(spans: list[Span], one: str, other: str) -> float:
-    """How long work labelled `one` and `other` ran at the same time."""
-    return sum(max(0.0, min(a.end, b.end) - max(a.begin, b.begin))
-               for a in spans if a.label == one for b in spans if b.label == other)
 
 
 def slow_relay(sources: list[SlowSource], trace: Trace | None, *, turns: Turns | None = None, timeout_s: int = 60) -> Relay:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 from hidden_states_double import HiddenStatesServer, hidden_states_server
+from overlap import overlap_ms
 from spawning import in_processes
 from test_loop import final_tensors
 
 from outrider.config import RunConfig
 from outrider.errors import UserError
 from outrider.features.target import Target
-from outrider.planner.timeline import TRACE_NAME, overlap_ms, read_trace
+from outrider.planner.timeline import TRACE_NAME, read_trace
 from outrider.train.forecast import card_of
 from outrider.train.loop import take_part, train
 from outrider.train.processes import Processes

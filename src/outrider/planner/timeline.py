@@ -89,12 +89,6 @@ def waits_by_side(spans: Sequence[Span], began: float, ended: float) -> dict[str
     return waits
 
 
-def overlap_ms(spans: Sequence[Span], one: str, other: str) -> float:
-    """How long work labelled `one` and work labelled `other` ran at the same time, ms."""
-    return sum(max(0.0, min(a.end, b.end) - max(a.begin, b.begin))
-               for a in spans if a.label == one for b in spans if b.label == other)
-
-
 def within(spans: Sequence[Span], began: float, ended: float) -> list[Span]:
     """The parts of spans that lie between two moments, told from the first of them."""
     return [Span(s.lane, s.label, max(s.begin, began) - began, min(s.end, ended) - began)
