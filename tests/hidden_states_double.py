@@ -55,8 +55,8 @@ class HiddenStatesServer:
             spoiled = self.fault(number, tokens)
             name = "same" if self.same_name else f"cmpl-{body['request_id']}-0-{number:08x}"
             path = self.folder / f"{name}.safetensors"
-            lock = self._locked(path)
             values = self.run(tokens)
+            lock = self._locked(path)
             found = {"hidden_states": values, "token_ids": torch.tensor(tokens[::-1] if self.wrong_tokens else tokens)}
             threading.Thread(target=self._write, args=(path, found, lock)).start()
             if spoiled != "serve":
@@ -74,21 +74,23 @@ class HiddenStatesServer:
         return handle
 
     def _write(self, path: Path, found: dict[str, Tensor], lock: Any) -> None:
-        time.sleep(self.write_s)
-        if self.dies_writing:
-            self.dies_writing = False
-        elif self.locks:
-            save_file(found, path)
-        else:  # as it grows under the eyes of a reader
-            save_file(found, path.with_suffix(".whole"))
-            whole = path.with_suffix(".whole").read_bytes()
-            path.write_bytes(whole[: len(whole) // 2])
+        try:
             time.sleep(self.write_s)
-            path.write_bytes(whole)
-            path.with_suffix(".whole").unlink()
-        self.most_files = max(self.most_files, len(list(self.folder.glob("*.safetensors"))))
-        if lock is not None:
-            lock.close()
+            if self.dies_writing:
+                self.dies_writing = False
+            elif self.locks:
+                save_file(found, path)
+            else:  # as it grows under the eyes of a reader
+                save_file(found, path.with_suffix(".whole"))
+                whole = path.with_suffix(".whole").read_bytes()
+                path.write_bytes(whole[: len(whole) // 2])
+                time.sleep(self.write_s)
+                path.write_bytes(whole)
+                path.with_suffix(".whole").unlink()
+            self.most_files = max(self.most_files, len(list(self.folder.glob("*.safetensors"))))
+        finally:
+            if lock is not None:
+                lock.close()
 
 
 @contextlib.contextmanager

@@ -131,7 +131,7 @@ def test_a_server_that_stays_away_ends_the_run(double: HiddenStatesServer) -> No
 @pytest.mark.parametrize(("change", "kind", "sentence"), [
     ({"wrong_tokens": True}, RunFailure, "holds the features of other tokens than were asked for"),
     ({"same_name": True}, RunFailure, "named this file a second time|holds the features of other tokens"),
-    ({"write_s": 30.0}, RunFailure, "is still being written within placement.timeout_s"),
+    ({"write_s": 4.0}, RunFailure, "is still being written within placement.timeout_s"),
     ({"layers": (2, 3)}, UserError, r"of shape \[\d+, 2, 32\], must be torch.float32 of \[\d+, 3, 32\] .*: start the server"),
     ({"fault": lambda number, tokens: (200, {"choices": []})}, UserError, r"names no file of hidden states: start the server "
      r"with --dtype float32 .*\[2, 3, 5\].*ExampleHiddenStatesConnector"),

@@ -98,7 +98,7 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "crashed": ("llamacpp", "/completion", (500, b"\xff\xfe"), "status 500"),
     "died": ("llamacpp", "/completion", (0, b""), "cannot be reached or broke off"),
     "died, metrics": ("vllm", "/metrics", (0, b""), "cannot be reached or broke off"),
-    "a web page": ("sglang", "/generate", b"<html>hello</html>", "is not JSON"),
+    "a web page": ("sglang", "/generate", b"<html>hello</html>", "answered with a web page"),
     "nothing": ("vllm", "/v1/completions", b"", "is not JSON"),
     "not text": ("vllm", "/v1/completions", b"\xff\xff", "is not text"),
     "a list": ("llamacpp", "/completion", [1, 2], "lacks 'tokens'"),

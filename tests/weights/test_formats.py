@@ -169,7 +169,7 @@ def test_the_golden_vector_names_the_stage_that_differs(tmp_path: Path, target: 
 
 def test_the_card_says_what_the_run_says(tmp_path: Path, target: Path) -> None:
     run = run_of(tmp_path, toy_shape(), target)
-    (run / "metrics.jsonl").write_text('{"step": 4, "tau": 1.5, "acceptance_by_slot": [0.5, 0.25, 0.0], "tokens": 30, '
+    (run / "metrics.jsonl").write_text('{"step": 1, "tau": 1.5, "acceptance_by_slot": [0.5, 0.25, 0.0], "tokens": 30, '
                                        '"forwards": 20}\n{"step": 5, "lo')
     (run / "resolved.toml").write_text(
         f'[target]\npath = "{target}"\n[data]\nrows = "{tmp_path}/rows"\n[drafter]\nmask_token_id = 260\n'
@@ -177,7 +177,7 @@ def test_the_card_says_what_the_run_says(tmp_path: Path, target: Path) -> None:
     export(run, tmp_path / "out", None)
     card = (tmp_path / "out" / CARD_NAME).read_text()
     for part in ("| accepted length tau | 1.500 tokens per target forward",
-                 "step 4; greedy, 3 held-out prompts of up to 128 tokens",
+                 "step 1; greedy, 3 held-out prompts of up to 128 tokens",
                  "accept_prompts = 3", "The rows are not there any more", "| mask token | 260 |", "vllm serve",
                  "outputs of the target's layers 1, 2, 4 (0-based, of 6)"):
         assert part in card, part
