@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import http.server
 import json
 import threading
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from http_double import serving
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -97,33 +97,9 @@ class HiddenStatesServer:
 def hidden_states_server(double: HiddenStatesServer, port: int = 0) -> Iterator[str]:
     """The address at which the double answers."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.answer((200, {"data": [{"id": "toy"}]}))
+    def reply(path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+        status, values = (200, {"data": [{"id": "toy"}]}) if body is None else double.complete(body) or (0, {})
+        return status, json.dumps(values).encode()
 
-        def do_POST(self) -> None:
-            self.answer(double.complete(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-
-        def answer(self, reply: Reply) -> None:
-            if reply is None:
-                self.close_connection = True
-                return
-            content = json.dumps(reply[1]).encode()
-            self.send_response(reply[0])
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    http.server.ThreadingHTTPServer.allow_reuse_address = True
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(reply, port=port) as address:
+        yield address

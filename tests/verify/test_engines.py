@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_double import Engine, serving
+from http_double import serving
+from server_double import Engine
 
 from outrider.config import parse_run
 from outrider.errors import UserError
@@ -180,7 +181,7 @@ def test_an_address_with_a_password_is_refused_without_saying_it(address: str) -
 def test_a_password_is_taken_from_netrc_and_neither_said_nor_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logins: list[str | None] = []
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with serving(Engine("vllm"), logins) as address:
+    with serving(Engine("vllm"), logins=logins) as address:
         measure("vllm", address)
         assert set(logins) == {None}, "there is no such file"
         (tmp_path / "netrc").write_text("machine other.host login you password other\n"
