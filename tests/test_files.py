@@ -157,7 +157,8 @@ def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
 
 
 def test_read_json_says_what_is_wrong(tmp_path: Path) -> None:
-    for name, data, sentence in (("a", b"{", "the list is not valid JSON"), ("b", b"\xff", "is not valid JSON")):
+    for name, data, sentence in (("a", b"{", "the list is not valid JSON"), ("b", b"\xff", "is not valid JSON"),
+                                 ("c", b"[" * 100_000, "is not valid JSON"), ("d", b"9" * 5_000, "is not valid JSON")):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(UserError, match=sentence):
             read_json(tmp_path / name, what="the list")

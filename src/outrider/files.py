@@ -222,5 +222,5 @@ def read_json(path: Path, *, what: str, way_out: str = "restore the file or make
         raise UserError(f"{path}: {what} is missing: check the path") from error
     except OSError as error:
         raise UserError(f"{path}: {what} cannot be read ({error.strerror}): check the path and its permissions") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no text, no JSON, numbers or nesting that Python does not read
         raise UserError(f"{path}: {what} is not valid JSON ({error}): {way_out}") from error

@@ -58,6 +58,14 @@ class Outline(HTMLParser):
         self.text += data
 
 
+def test_a_page_takes_no_other_files_place(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "mine", [training_line(1)])
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"--out .*metrics.jsonl: must end in \.html"):
+        report(run, run / "metrics.jsonl")
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
 def test_the_page_holds_the_runs_numbers_and_needs_no_other_file(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "mine", [training_line(1), training_line(2), accepted_line(1, 1.75), accepted_line(2, 1.25)])
     result = report(run)

@@ -133,6 +133,13 @@ def test_a_manifest_that_vouches_for_nothing_is_refused(tmp_path: Path, manifest
         verify_checkpoint(folder)
 
 
+def test_a_damaged_state_is_no_other_version(tmp_path: Path) -> None:
+    before, folder = save(tmp_path, 1, 5), save(tmp_path, 2, 10)
+    (folder / "state.json").write_text("{}")
+    assert newest_sound(tmp_path) == before
+    assert list_checkpoints(tmp_path) == [before], "set aside"
+
+
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, 1, 5)
     monkeypatch.setattr(checkpoint_module, "FORMAT", 3)

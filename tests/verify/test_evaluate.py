@@ -166,8 +166,11 @@ def test_a_page_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path
     (tmp_path / "folder.md").mkdir()
     with pytest.raises(UserError, match="it is a folder"):
         check_page(tmp_path / "folder.md")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match="exists and is no evaluation: name another file"):
+        check_page(tmp_path / "config.json")
     check_page(tmp_path / "page.md")
-    assert [path.name for path in tmp_path.iterdir()] == ["folder.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "folder.md"]
 
 
 @pytest.mark.parametrize(("number", "words"), [(errno.EROFS, "read-only file system"), (errno.EACCES, "permission is denied")])

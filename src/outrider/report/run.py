@@ -38,12 +38,14 @@ def report(run: Path, out: Path | None = None) -> dict[str, Any]:
 
     Raises UserError when the folder is no run, or nothing was logged yet.
     """
+    destination = out or run / "report.html"
+    if destination.suffix != ".html":
+        raise UserError(f"--out {destination}: must end in .html")
     metrics = read_metrics(run)
     resolved = _text(run / RESOLVED_NAME)
     sections = [_summary(metrics), _accepted(metrics), _learning(metrics), _time(metrics), traced(run), memory(run),
                 _incidents(metrics),
                 Section("Settings", [note("The run file with every default and derived value."), verbatim(resolved)])]
-    destination = out or run / "report.html"
     text = page(f"Run {run.resolve().name}", sections)
     write_atomic(destination, lambda path: path.write_text(text, encoding="utf-8"))
     last, tau = metrics.steps[-1], metrics.measured[-1]["tau"] if metrics.measured else None

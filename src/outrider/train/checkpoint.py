@@ -159,16 +159,22 @@ def _files(folder: Path) -> list[str]:
 
 def verify_checkpoint(folder: Path) -> None:
     """Raises UserError when a file of the checkpoint is missing, cut or changed, OtherVersionError."""
-    read_state(folder)
     manifest = read_json(folder / "manifest.json", what="the checkpoint's manifest")
+    state = folder / STATE_NAME
+    if not isinstance(manifest, dict) or not state.is_file() or sha256_file(state) != manifest.get(STATE_NAME):
+        raise _damaged(state)  # before what it says of its version is believed
+    read_state(folder)
     names = _files(folder)
-    if isinstance(manifest, dict):
-        names += sorted(manifest.keys() - set(names))
+    names += sorted(manifest.keys() - set(names))
     for name in names:
         file = folder / name
         check_name(name, where=str(folder / "manifest.json"))
-        if not isinstance(manifest, dict) or not file.is_file() or sha256_file(file) != manifest.get(name):
-            raise UserError(f"{file}: the checkpoint is damaged (the file is missing, cut or changed): use the one before it")
+        if not file.is_file() or sha256_file(file) != manifest.get(name):
+            raise _damaged(file)
+
+
+def _damaged(file: Path) -> UserError:
+    return UserError(f"{file}: the checkpoint is damaged (the file is missing, cut or changed): use the one before it")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -206,9 +212,9 @@ def newest_sound(run_folder: Path) -> Path | None:
             say(f"{error}; renamed to {set_aside(folder).name}")
             continue
         return folder
-    if found:
-        raise UserError(f"{run_folder / 'checkpoints'}: none of the {len(found)} checkpoints is whole: bring one back from a "
-                        "copy, or start a new run with --set train.folder=...")
+    if lost := len(list((run_folder / "checkpoints").glob("step-*.damaged*"))):  # by an earlier start too
+        raise UserError(f"{run_folder / 'checkpoints'}: none of the {lost} checkpoints is whole: bring one back from a copy, or "
+                        "start a new run with --set train.folder=...")
     return None
 
 

@@ -1,5 +1,6 @@
 """Takes lines of metrics, gives metrics.jsonl and the user's tracker; knows nothing of what the lines mean."""
 
+import contextlib
 import json
 import os
 from collections import deque
@@ -62,5 +63,11 @@ class Metrics:
         return self.losses[-1] if self.losses else None
 
     def _read_losses(self) -> list[float]:
-        lines = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
-        return [line["loss"] for line in lines if "loss" in line]
+        """Of the lines that can be read: damage is the report's to count, and no reason to end a run."""
+        losses = []
+        for text in self.path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                line = json.loads(text)
+                if isinstance(line, dict) and isinstance(line.get("loss"), float):
+                    losses.append(line["loss"])
+        return losses

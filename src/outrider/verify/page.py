@@ -22,6 +22,11 @@ def check_page(path: Path) -> None:
         raise UserError(f"--page {path}: must end in {', '.join(FORMS[:-1])} or {FORMS[-1]}")
     if not path.parent.is_dir():
         raise UserError(f"--page {path}: the folder {path.parent} does not exist: create it")
+    if path.suffix == ".json" and path.is_file():
+        try:
+            read_page(path)
+        except UserError as error:
+            raise UserError(f"--page {path}: exists and is no evaluation: name another file") from error
     check_writable(path)
 
 
