@@ -97,6 +97,20 @@ def test_many_lost_answers_cost_one_look_at_the_folder(
     assert list(double.folder.iterdir()) == []
 
 
+def test_nothing_grows_and_no_thread_stays(double: HiddenStatesServer, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run of a million documents neither the names of all files are kept, nor threads once a row is done."""
+    monkeypatch.setattr("outrider.features.served.REMEMBERED", 6)
+    capturing = served(double, url)
+    double.fault = lambda number, tokens: (503, {"error": "busy"}) if number % 2 else "serve"
+    for _ in range(3):
+        capturing(ROWS)
+    assert (len(capturing._taken), len(capturing._lost)) == (6, 6), "of 12 and 12"
+    deadline = time.monotonic() + 5
+    while (left := [t for t in threading.enumerate() if t.name.startswith("served")]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
+
+
 def test_a_writer_that_dies_is_noticed(double: HiddenStatesServer, url: str) -> None:
     double.dies_writing = True
     torch.testing.assert_close(served(double, url)(ROWS).values_BSF, truth(double), rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from outrider.records import Features, TokenRows
 POLL_S = 0.005  # between two looks at a file that is being written
 ABANDONED_S = 2.0  # a lock that nobody holds, and no file: the server's writer has died
 LONGEST_PAUSE_S = 5.0  # between two attempts to reach a server that is away
+REMEMBERED = 10_000  # file names: those read last, and those of the answers lost last; a server that mixes up does it at once
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,9 @@ class ServedCapture:
             self.model = str(models["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(f"{service.url}/v1/models: names no model: check that a vLLM server answers there") from error
-        self._pool = ThreadPoolExecutor(service.requests, thread_name_prefix="served")
         self._lock = threading.Lock()
-        self._taken: set[str] = set()
-        self._lost: list[str] = []  # names of requests whose answer never came
+        self._taken: deque[str] = deque(maxlen=REMEMBERED)
+        self._lost: deque[str] = deque(maxlen=REMEMBERED)  # names of requests whose answer never came
         self._folder = service.folder
 
     def __call__(self, rows: TokenRows) -> Features:
@@ -89,15 +90,15 @@ class ServedCapture:
         B, S = rows.input_ids_BS.shape
         F = len(service.layer_ids) * service.hidden_size
         out_BSF = torch.zeros(B, S, F, dtype=service.dtype, pin_memory=service.pinned)
-        asked = [(document, self._pool.submit(self._document, ids))
-                 for document in documents_of(rows.document_ids_BS)
-                 for ids in [rows.input_ids_BS[document.b, document.start : document.start + document.length].tolist()]]
+        pool = ThreadPoolExecutor(service.requests, thread_name_prefix="served")
         try:
+            asked = [(document, pool.submit(self._document, ids))
+                     for document in documents_of(rows.document_ids_BS)
+                     for ids in [rows.input_ids_BS[document.b, document.start : document.start + document.length].tolist()]]
             for document, answer in asked:
                 out_BSF[document.b, document.start : document.start + document.length] = answer.result()
-        finally:
-            for _, answer in asked:
-                answer.cancel()  # where one failed the others would too, each after its own wait
+        finally:  # where one failed the others would too, each after its own wait
+            pool.shutdown(wait=False, cancel_futures=True)
         self._remove_lost()
         return Features(out_BSF)
 
@@ -141,7 +142,7 @@ class ServedCapture:
         with self._lock:
             if path.name in self._taken:
                 raise RunFailure(f"{path}: the server named this file a second time, so it holds another document's features")
-            self._taken.add(path.name)
+            self._taken.append(path.name)
         found = wait_for(path, deadline)
         service = self.service
         values_TLD, token_ids = found.get("hidden_states"), found.get("token_ids")
