@@ -203,6 +203,33 @@ def test_output_places_that_cannot_be_written(
     assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
 
 
+@pytest.mark.parametrize("verb", ["respond", "plan", "evaluate", "report"])
+def test_a_file_is_written_into_a_folder_that_exists_or_not_at_all(
+    verb: str, road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A missing parent of a file is more often a slip of the hand than a wish; folders that a user names are made."""
+    target, folder = road
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("", encoding="utf-8")
+    words: dict[str, tuple[object, ...]] = {
+        "respond": (folder / "prompts.jsonl", "--target", target, "--out"),
+        "plan": (folder / "run.toml", "--gpus", "1x h200", "--simulate", 2, "--page"),
+        "evaluate": (folder / "prompts.jsonl", "--target", target, "--drafter", ".", "--page"),
+        "report": (run, "--out"),
+    }
+    assert f"{tmp_path / 'typo'} does not exist: create it" in refusal(capsys, verb, *words[verb], tmp_path / "typo" / "x.html")
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_prompt_without_room_is_named_by_its_line_before_anything_is_loaded(
+    road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "Hi."}\n' + json.dumps({"prompt": "Go on. " * 900}) + "\n", encoding="utf-8")
+    assert f"{prompts}:2: has " in refusal(capsys, "evaluate", prompts, "--target", road[0], "--drafter", "nowhere")
+
+
 def test_wrong_words_are_refused(road: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert "--target" in refusal(capsys, "prepare", "x.jsonl", "--out", "rows")
     assert "nonsense" in refusal(capsys, "nonsense")

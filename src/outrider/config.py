@@ -147,17 +147,21 @@ class ObjectiveConfig(Section):
 class OptimizerConfig(Section):
     """AdamW (arXiv 1711.05101) on fp32 masters, cosine schedule.
 
+    A step moves a weight by about `learning_rate`, whatever its gradient: above 0.1, five times the spread of fresh weights, no
+    weight outlives a step. `epsilon` stands beside gradients that clipping keeps far below 1e-3 each: above that, it hides them.
+    `weight_decay` shrinks by `learning_rate` times itself a step: up to 10 never past zero.
+
     `state`: dtype of both moments; "8bit" takes 2.03 bytes a parameter instead of 8, through torchao. `clip_norm`: the gradient's
     largest norm; clipped far below 1e-3, a large drafter's gradients vanish beside AdamW's epsilon and nothing is learned.
     """
 
     state: Literal["float32", "8bit"] = "float32"
 
-    learning_rate: Annotated[Real, Field(gt=0)] = 6e-4
+    learning_rate: Annotated[Real, Field(gt=0, le=0.1)] = 6e-4
     beta1: Annotated[Real, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[Real, Field(ge=0, lt=1)] = 0.95
-    epsilon: Annotated[Real, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[Real, Field(ge=0)] = 0.01
+    epsilon: Annotated[Real, Field(gt=0, le=1e-3)] = 1e-8
+    weight_decay: Annotated[Real, Field(ge=0, le=10)] = 0.01
     clip_norm: Annotated[Real, Field(ge=1e-3)] = 1.0
     warmup_share: Share = 0.04
     final_share: Share = 0.1

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -197,8 +197,15 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def check_writable(path: Path) -> None:
-    """Raises UserError when `path`, in a folder that exists, could not be written by `write_atomic`; leaves nothing behind."""
+def check_out_file(path: Path, option: str, *, endings: Sequence[str] = ()) -> None:
+    """Raises UserError when the file that a user named with `option` could not be written. For before the work; leaves no trace.
+
+    Its folder must exist: a missing one is more often a slip of the hand than a wish. (Folders that a user names are made.)
+    """
+    if endings and path.suffix not in endings:
+        raise UserError(f"{option} {path}: must end in {', '.join(endings[:-1])}{' or ' if endings[:-1] else ''}{endings[-1]}")
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path}: the folder {path.parent} does not exist: create it, or check the path")
     with explain_os_errors(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

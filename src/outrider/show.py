@@ -136,9 +136,9 @@ def identity(result: Mapping[str, Any]) -> str:
         return f"yes, token for token, in all {result['conditions']['prompts']} prompts"
     first = result["first_difference"]
     what = {"tie": "at a tie of rounding", "error": "NOT A TIE"}.get(first["kind"], "perhaps a tie of rounding")
-    if first["gap"] is None:
-        return f"no: first difference at prompt {first['prompt']}, token {first['position']}, {what}"
-    return f"no: first difference at prompt {first['prompt']}, token {first['position']}, {what} (logit gap {first['gap']:.2g})"
+    where = first.get("where") or f"prompt {first['prompt'] + 1}"
+    gap = "" if first["gap"] is None else f" (logit gap {first['gap']:.2g})"
+    return f"no: first difference at {where}, token {first['position'] + 1}, {what}{gap}"
 
 
 def slot_table(acceptance: Mapping[str, Sequence[float]]) -> Table:

@@ -21,7 +21,7 @@ def test_a_set_brings_kinds_and_answers(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_grades() -> None:
     tokenizer = toy_tokenizer()
-    read = Questions([[1], [1]], None, ["1,200", None], "", tokenizer)
+    read = Questions([[1], [1]], ["a:1", "a:2"], None, ["1,200", None], "", tokenizer)
     assert read.grade(0, tokenizer.encode("so it is 1200.", add_special_tokens=False)) is True
     assert read.grade(0, tokenizer.encode("1200 or 7", add_special_tokens=False)) is False
     assert read.grade(0, tokenizer.encode("no idea", add_special_tokens=False)) is False

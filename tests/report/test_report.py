@@ -11,8 +11,10 @@ import pytest
 
 from outrider.errors import UserError
 from outrider.report.drawings import MOST_POINTS, binned, lines
+from outrider.report.metrics import read_metrics, series
 from outrider.report.page import Section, note, page, table, verbatim
-from outrider.report.run import read_metrics, report
+from outrider.report.run import report
+from outrider.report.timeline import traced
 
 
 def training_line(step: int, **changes: Any) -> dict[str, Any]:
@@ -105,9 +107,55 @@ def test_odd_lines_are_counted_and_numbers_that_are_none_left_out(tmp_path: Path
     run = run_folder(tmp_path / "mine", [training_line(1), "{cut", "[]", {"step": 2}, training_line(3, loss=float("nan"))])
     metrics = read_metrics(run)
     assert metrics.unreadable == 3
-    assert metrics.series(lambda line: line["loss"]) == ([1.0], [6.99])
+    assert series(metrics.steps, lambda line: line.loss) == ([1.0], [6.99])
     report(run)
     assert "3 lines of metrics.jsonl could not be read" in (run / "report.html").read_text(encoding="utf-8")
+
+
+ODD_VALUES: list[Any] = [None, True, "7", "NaN", -1, 0.5, 1e400, 10**400, [], [1], [None], [[0.5]], ["x"], {}, {"a": 1},
+                         {"a": "b"}, {"a": None}, {"a": -1.0}, {"a": {"b": 1.0}}]
+
+
+@pytest.mark.parametrize("line", [training_line(2), accepted_line(2, 1.5), {"step": 2, "event": "skipped", "rows": [1]}],
+                         ids=["step", "measured", "event"])
+def test_no_shape_of_a_line_stops_the_page(tmp_path: Path, line: dict[str, Any]) -> None:
+    """Each key in turn absent or of an odd value: a line that could not be drawn is counted, the others are drawn together."""
+    odd: list[Any] = [{key: value for key, value in line.items() if key != absent} for absent in line]
+    odd += [line | {key: value} for key in line for value in ODD_VALUES]
+    odd += ["[" * 5000, "1" * 5000, '"text"', "null", "", "\x00"]
+    run = run_folder(tmp_path / "mine", [training_line(1), accepted_line(1, 1.5), *odd])
+    metrics = read_metrics(run)
+    kept = len(metrics.steps) + len(metrics.measured) + len(metrics.events)
+    assert len(line) + 6 <= metrics.unreadable < len(odd)
+    assert kept + metrics.unreadable == 2 + len(odd)
+    report(run)
+    assert f"{metrics.unreadable} lines of metrics.jsonl" in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_last_line_of_numbers_that_are_none_is_drawn(tmp_path: Path) -> None:
+    nothing = {"loss": float("nan"), "tau_proxy": float("inf"), "gradient_norm": float("-inf"), "seconds": {}}
+    run = run_folder(tmp_path / "mine", [training_line(1, **nothing)])
+    assert report(run)["loss"] is None
+
+
+def test_a_line_that_is_not_text_or_has_fewer_slots_costs_itself_alone(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "mine", [training_line(1, slot_accuracy=[0.5]), training_line(2)])
+    with (run / "metrics.jsonl").open("ab") as handle:
+        handle.write(b'{"step": 3, \xff\xfe}\n')
+    assert report(run)["steps"] == 2
+    assert read_metrics(run).unreadable == 1
+
+
+def test_a_damaged_trace_costs_the_page_its_section_alone(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "mine", [training_line(1)])
+    frame = {"device": "cpu", "steps": 2, "processes": 1, "micro_batches": 1}
+    update = ["0 learn", "update"]
+    for spans in ("{", [], [[*update, 0.0, 1.0]], [[*update, 0.0, 1.0], [*update, 0.0, 1.0]], [[*update, 2.0, 1.0]] * 3,
+                  [[*update, 0.0, float("nan")]] * 3):
+        (run / "trace.json").write_text(json.dumps(frame | {"spans": spans}), encoding="utf-8")
+        assert re.search("Left out: .*trace", traced(run).parts[0])
+    report(run)
+    assert "Left out: " in (run / "report.html").read_text(encoding="utf-8")
 
 
 def test_what_is_no_run_is_refused_and_nothing_is_written(tmp_path: Path) -> None:

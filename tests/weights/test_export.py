@@ -161,6 +161,11 @@ def test_an_export_is_not_exported_again(tmp_path: Path, toy_folder: ToyFolder) 
         export(tmp_path / "out", tmp_path / "again", str(toy_folder("llama")))
 
 
+def test_a_models_folder_is_no_run(tmp_path: Path, toy_folder: ToyFolder) -> None:
+    with pytest.raises(UserError, match=r"llama.*: is a model's folder, not a drafter's: name a run \(its train.folder\)"):
+        export(toy_folder("llama"), tmp_path / "out", None)
+
+
 def test_serve_commands_count_the_block_as_each_engine_does() -> None:
     commands = serve_commands(Path("/models/my drafter"), "org/target", toy_shape(block_size=8), {"hf", "gguf"})
     assert commands["vllm"] == (

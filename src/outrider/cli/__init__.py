@@ -3,7 +3,6 @@
 import functools
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from outrider.command import main as main
 from outrider.command import verb
 from outrider.config import DType, load_run
 from outrider.errors import UserError
-from outrider.files import only_writer
+from outrider.files import check_out_file, only_writer
 
 # torch and transformers take seconds to import and --help should not wait for them: the verbs import their rooms themselves.
 
@@ -28,8 +27,6 @@ TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
 TopK = Annotated[int, typer.Option(help="Sample among the k likeliest; 0 is off.")]
 TreeBudget = Annotated[int, typer.Option(help="Verify so many draft tokens at a time, as a tree; 0 is one chain.")]
 TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let Python code in the target's folder run here.")]
-LOOKUP = "lookup"  # the rival that is no drafter
-
 Drafter = Annotated[Path, typer.Option("--drafter", help="An exported folder, a checkpoint, or a run.")]
 
 
@@ -58,6 +55,7 @@ def respond(
     from outrider.features.target import load_target, load_tokenizer, target_digest
     from outrider.verify.sampling import DecodeOptions
 
+    check_out_file(out, "--out")
     _trust(target, trust_remote_code)
     tokenizer = load_tokenizer(target)
     loaded = load_target(target, dtype=_dtype(dtype), device=_device(device), last_layer=None, head=True)
@@ -221,55 +219,28 @@ def evaluate(
 
     Example: outrider evaluate heldout.jsonl --target ./my-model --drafter runs/mine --batch-size 1,8
     """
+    from outrider.cli.measuring import Here, There, check_questions, measure
     from outrider.data.questions import read_questions
     from outrider.features.target import load_tokenizer, read_stop_ids
-    from outrider.verify.evaluate import Trial, parse_batch_sizes
-    from outrider.verify.execution import COMPILED, EAGER
+    from outrider.verify.evaluate import parse_batch_sizes
     from outrider.verify.page import check_page, write_page
     from outrider.verify.sampling import DecodeOptions
-    from outrider.verify.served import Server, evaluate_server, refuse_given
-    from outrider.weights.opening import find_drafter, weights_digest
 
     if not target:
         raise UserError("--target: is missing: name the target's folder or hub id")
     if page is not None:
         check_page(page)
+    here = Here(parse_batch_sizes(batch_size), execution, tuple(rival or ()), _dtype(dtype), _device(device))
     _trust(target, trust_remote_code)
     tokenizer = load_tokenizer(target)
     questions = read_questions(prompts, prompt_set, tokenizer, limit=limit, thinking=thinking)
     options = DecodeOptions(max_new_tokens, tuple(read_stop_ids(target, tokenizer)), temperature, top_p, top_k, seed, tree_budget)
-    grade = questions.grade if any(answer is not None for answer in questions.answers) else None
-    if engine is not None:
-        refuse_given(tree_budget=tree_budget > 0, batch_size=batch_size != "1", execution=execution is not None,
-                     rival=bool(rival), dtype=dtype != "float32", device=device != "cpu")
-        digest = None if drafter is None else weights_digest(drafter)
-        result = evaluate_server(Server(engine, base_url, baseline_url, concurrency), questions.prompts, options,
-                                 kinds=questions.kinds, grade=grade)
-    elif drafter is None:
-        raise UserError("--drafter: is missing: name its folder, or measure a server with --engine and --base-url")
-    elif base_url is not None or baseline_url is not None or concurrency != 1:
-        raise UserError("--base-url, --baseline-url, --concurrency: are of a server: say with --engine which one answers")
-    else:
-        trial = Trial(parse_batch_sizes(batch_size), execution or (EAGER if device == "cpu" else COMPILED), grade)
-        drafter = find_drafter(drafter)  # of a run the newest now: a run that goes on has a newer one when this ends
-        digest = weights_digest(drafter)
-        result = _evaluate_here(questions, options, trial, rival or (), target, drafter, dtype, device)
-    result["conditions"] |= {"source": questions.source, "thinking": thinking, "target": target,
-                             "drafter": None if drafter is None else str(drafter), "drafter_sha256": digest}
+    check_questions(questions, options, target)
+    result = measure(questions, options, target, drafter, here, There(engine, base_url, baseline_url, concurrency))
+    result["conditions"]["thinking"] = thinking
     if page is not None:
         write_page(page, result)
     return result
-
-
-def _evaluate_here(
-    questions: Any, options: Any, trial: Any, rivals: Sequence[str], target: str, drafter: Path, dtype: str, device: str
-) -> dict[str, Any]:
-    from outrider.verify.evaluate import evaluate as run
-    from outrider.weights.opening import open_drafter
-
-    loaded, opened = _load_pair(target, drafter, dtype, device)
-    others = {name: None if name == LOOKUP else open_drafter(Path(name), dtype=dtype, device=device) for name in rivals}
-    return run(loaded, opened, questions.prompts, options, trial, kinds=questions.kinds, rivals=others)
 
 
 @functools.partial(verb, display=lambda result: None)  # the text has been streamed already
@@ -294,6 +265,7 @@ def generate(
 
     Example: outrider generate "Name three rivers." --target ./my-model --drafter runs/mine
     """
+    from outrider.cli.measuring import load_pair
     from outrider.data.chat import chat_format, render_prompt
     from outrider.data.prompts import PromptLine, prompt_ids
     from outrider.features.target import load_tokenizer, read_stop_ids
@@ -314,7 +286,7 @@ def generate(
         raise UserError("--chat: the target's tokenizer has no chat template, so turns cannot be told apart: leave --chat out")
     options = DecodeOptions(max_new_tokens, tuple(read_stop_ids(target, tokenizer)), temperature, top_p, top_k, seed, tree_budget)
     stops = StopStrings(tokenizer, tuple(stop)) if stop else None
-    loaded, opened = _load_pair(target, drafter, dtype, device)
+    loaded, opened = load_pair(target, drafter, _dtype(dtype), _device(device))
     writer = Writer(loaded, opened, tokenizer, options, stops, execution or (GRAPH if loaded.device.type == "cuda" else EAGER),
                     sys.stdout.isatty())
     if chat:
@@ -371,15 +343,6 @@ def demo(
     from outrider.demo.run import demo as run
 
     return run(folder)
-
-
-def _load_pair(target: str, drafter: Path, dtype: str, device: str) -> Any:
-    from outrider.features.target import load_target
-    from outrider.weights.opening import check_scale, open_drafter
-
-    opened = open_drafter(drafter, dtype=_dtype(dtype), device=_device(device))  # the small one first: its errors come at once
-    check_scale(drafter, target)
-    return load_target(target, dtype=dtype, device=device, last_layer=None, head=True), opened
 
 
 def _trust(target: str | None, asked: bool) -> None:

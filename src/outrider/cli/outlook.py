@@ -7,6 +7,7 @@ from typing import Any
 
 from outrider.cli.training import job_of
 from outrider.errors import UserError
+from outrider.files import check_out_file
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ def plan_from(
         if given is not None and ahead.gpus is None:
             raise UserError(f"{name} {given}: belongs to --simulate: say how many GPUs, such as --simulate 8")
     if ahead.page is not None:
-        from outrider.report.timeline import check_picture, write_outlook
+        from outrider.report.timeline import FORMS, write_outlook
 
-        check_picture(ahead.page)
+        check_out_file(ahead.page, "--page", endings=FORMS)
     measured = read_measured(ahead.times) if ahead.times is not None else None
     cards = parse_gpus(gpus) if gpus is not None else found_gpus()
     resolved, job = job_of(run, settings, row_length=row_length, suppositions=suppositions)

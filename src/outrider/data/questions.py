@@ -17,9 +17,11 @@ THINKING = "enable_thinking"  # the switch that chat templates have for it
 
 @dataclass(frozen=True)
 class Questions:
-    """`prompts` in tokens; `kinds` None where the file names none; `answers`: the right number, or None; `source`: where from."""
+    """`prompts` in tokens; `wheres`: each prompt's file:line, or place in its set; `kinds` None where the file names none;
+    `answers`: the right number, or None; `source`: where from."""
 
     prompts: list[list[int]]
+    wheres: list[str]
     kinds: list[str] | None
     answers: list[str | None]
     source: str
@@ -45,12 +47,13 @@ def read_questions(
     if path is not None:
         read = read_prompts(path, tokenizer, template_options=options)[:limit]
         kinds = [p.kind or "other" for p in read] if any(p.kind for p in read) else None
-        return Questions([p.ids for p in read], kinds, [None] * len(read), str(path), tokenizer)
+        return Questions([p.ids for p in read], [p.where for p in read], kinds, [None] * len(read), str(path), tokenizer)
     assert name is not None
     tasks = read_set(name)[:limit]
     chat = chat_format(tokenizer, stop_token_ids=(), template_options=options)
-    prompts = [prompt_ids(PromptLine(f"{name}, prompt {i + 1}", task.prompt, None, {}), chat) for i, task in enumerate(tasks)]
-    return Questions(prompts, [task.kind for task in tasks], [task.answer for task in tasks], SETS[name].note, tokenizer)
+    wheres = [f"{name}, prompt {i + 1}" for i in range(len(tasks))]
+    prompts = [prompt_ids(PromptLine(where, task.prompt, None, {}), chat) for where, task in zip(wheres, tasks, strict=True)]
+    return Questions(prompts, wheres, [task.kind for task in tasks], [task.answer for task in tasks], SETS[name].note, tokenizer)
 
 
 def template_options(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Takes spans, gives them as a trace file and back, the stage times in them, and how long each side waits; draws nothing."""
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -29,7 +30,7 @@ class TraceFile:
     def steady(self) -> tuple[float, float]:
         """Begin and end, ms, of the second half of the steps, up to the ends of the first process's updates."""
         ends = [span.end for span in self.spans if span.lane == "0 learn" and span.label == "update"]
-        if len(ends) < 2:
+        if len(ends) < 2 or ends[-1] <= ends[(len(ends) - 1) // 2]:
             raise UserError(f"{TRACE_NAME}: holds {len(ends)} whole steps, at least 2 are needed: trace more (train.trace_steps)")
         return ends[(len(ends) - 1) // 2], ends[-1]
 
@@ -70,6 +71,8 @@ def read_trace(path: Path) -> TraceFile:
     values: Any = read_json(path, what="the trace")
     try:
         spans = tuple(Span(str(lane), str(label), float(begin), float(end)) for lane, label, begin, end in values["spans"])
+        if not all(math.isfinite(span.end) and 0.0 <= span.begin <= span.end for span in spans):
+            raise ValueError("a span does not end after it begins")
         steps, processes, micro_batches = (int(values[name]) for name in ("steps", "processes", "micro_batches"))
         return TraceFile(str(values["device"]), steps, processes, micro_batches, spans)
     except (KeyError, TypeError, ValueError) as error:

@@ -13,12 +13,7 @@ from outrider.report.page import Section, note, page, table
 from outrider.show import gpus
 
 STEPS_DRAWN = 2
-
-
-def check_picture(path: Path) -> None:
-    """Raises UserError unless `path` can be written as a page or a picture."""
-    if path.suffix not in (".html", ".svg"):
-        raise UserError(f"--page {path}: must end in .html or .svg")
+FORMS = (".html", ".svg")
 
 
 def write_outlook(path: Path, simulated: Mapping[str, Any]) -> None:
@@ -44,10 +39,17 @@ def write_outlook(path: Path, simulated: Mapping[str, Any]) -> None:
 
 
 def traced(run: Path) -> Section:
-    """What a run's trace shows: two of its steps, and how long each side waits; nothing where the run was not traced."""
+    """What a run's trace shows: two of its steps, and how long each side waits; nothing where the run was not traced.
+
+    A trace that cannot be read, or holds no two steps, costs the page this section and no more.
+    """
     if not (run / TRACE_NAME).exists():
         return Section("Time line", [])
-    trace = read_trace(run / TRACE_NAME)
+    try:
+        trace = read_trace(run / TRACE_NAME)
+        trace.steady()
+    except UserError as error:
+        return Section("Time line", [note(f"Left out: {error}.")])
     waits = [(f"{side} devices wait", f"{100 * share:.1f} %") for side, share in trace.waits().items()]
     stages = [(f"{stage}, median ms", round(ms, 3)) for stage, ms in trace.stages().items()]
     return Section("Time line", [draw_trace(trace), table([("step, mean ms", trace.step_ms()), *stages, *waits])])

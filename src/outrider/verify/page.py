@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import UserError
-from outrider.files import check_writable, read_json, write_atomic, write_json
+from outrider.files import check_out_file, read_json, write_atomic, write_json
 from outrider.report.page import Section, page, table, verbatim
 from outrider.show import evaluation_tables, plain, show_lines
 
@@ -18,16 +18,12 @@ EVALUATION_NAME = "evaluation.json"  # in a run folder: what an export's model c
 
 def check_page(path: Path) -> None:
     """Raises UserError when no page could be written at `path`, before any work."""
-    if path.suffix not in FORMS:
-        raise UserError(f"--page {path}: must end in {', '.join(FORMS[:-1])} or {FORMS[-1]}")
-    if not path.parent.is_dir():
-        raise UserError(f"--page {path}: the folder {path.parent} does not exist: create it")
+    check_out_file(path, "--page", endings=FORMS)
     if path.suffix == ".json" and path.is_file():
         try:
             read_page(path)
         except UserError as error:
             raise UserError(f"--page {path}: exists and is no evaluation: name another file") from error
-    check_writable(path)
 
 
 def write_page(path: Path, result: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 What the run folder does not hold is said to be absent, never filled in.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,8 @@ from outrider.data.rows import read_info
 from outrider.errors import UserError
 from outrider.model.drafter import count_parameters
 from outrider.records import DrafterShape
+from outrider.report.metrics import METRICS_NAME, MeasuredLine, read_metrics
 from outrider.train.checkpoint import read_state
-from outrider.train.metrics import METRICS_NAME
 from outrider.train.start import RESOLVED_NAME
 from outrider.verify.page import EVALUATION_NAME, markdown, read_page
 from outrider.weights.golden import GOLDEN_NAME, STAGES
@@ -103,29 +102,21 @@ def _measured(source: CardSource, weights: Collection[str | None]) -> str:
         return (f"Not measured: {why}. `outrider evaluate ... --drafter CHECKPOINT --page RUN/{EVALUATION_NAME}` writes one, and "
                 "the next export of that checkpoint carries it.")
     settings = load_run(run / RESOLVED_NAME).train
-    slots = ", ".join(f"{share:.2f}" for share in last["acceptance_by_slot"])
+    slots = ", ".join(f"{share:.2f}" for share in last.acceptance_by_slot)
     return _table({
-        "accepted length tau": f"{last['tau']:.3f} tokens per target forward, the target's own token included (1 is no help)",
+        "accepted length tau": f"{last.tau:.3f} tokens per target forward, the target's own token included (1 is no help)",
         "acceptance by slot, given all slots before": slots,
-        "conditions": f"step {last['step']}; greedy, {settings.accept_prompts} held-out prompts of up to "
-                      f"{settings.accept_tokens} tokens, {last['tokens']:,} tokens in {last['forwards']:,} target forwards",
+        "conditions": f"step {last.step}; greedy, {settings.accept_prompts} held-out prompts of up to "
+                      f"{settings.accept_tokens} tokens, {last.tokens:,} tokens in {last.forwards:,} target forwards",
         "speed": "not measured",
     })
 
 
-def _measurement_at(run: Path, step: int) -> dict[str, Any] | None:
-    path = run / METRICS_NAME
-    if not path.is_file() or not (run / RESOLVED_NAME).is_file():
+def _measurement_at(run: Path, step: int) -> MeasuredLine | None:
+    if not (run / METRICS_NAME).is_file() or not (run / RESOLVED_NAME).is_file():
         return None
-    found = None
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError:  # a line cut by a kill
-            continue
-        if isinstance(values, dict) and {"tau", "acceptance_by_slot", "tokens", "forwards"} <= values.keys():
-            found = values if values.get("step") == step else found
-    return found
+    found = [line for line in read_metrics(run).measured if line.step == step]
+    return found[-1] if found else None
 
 
 def _data(run: Path | None) -> str:

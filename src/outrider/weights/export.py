@@ -19,7 +19,7 @@ from outrider.verify.decode import check_fit
 from outrider.weights.card import CARD_NAME, model_card, read_source
 from outrider.weights.gguf import GGUF_NAME, check_gguf, write_gguf
 from outrider.weights.golden import GOLDEN_NAME, golden_draft, write_golden
-from outrider.weights.opening import find_drafter, open_drafter, scale_of_embedding, weights_digest
+from outrider.weights.opening import find_drafter, is_drafter, open_drafter, scale_of_embedding, weights_digest
 from outrider.weights.selfcheck import check_gguf_file, rounded, selfcheck
 from outrider.weights.serve import serve_commands
 from outrider.weights.speculators import to_speculators
@@ -40,7 +40,8 @@ def export(
     check_formats(formats)
     source = find_drafter(checkpoint)
     if not (source / STATE_NAME).is_file():
-        raise UserError(f"{checkpoint}: is an exported drafter already: name a checkpoint or a run")
+        what = "is an exported drafter already" if is_drafter(source) else "is a model's folder, not a drafter's"
+        raise UserError(f"{checkpoint}: {what}: name a run (its train.folder) or a checkpoint in it")
     check_out(out)
     drafter = rounded(open_drafter(source, dtype="float32", device="cpu"), dtype)
     target = target_path or read_state(source)["target"]

@@ -85,6 +85,12 @@ def scale_of_embedding(target: str) -> float:
     return embedding_scale(embedding, where=target)
 
 
+def is_drafter(folder: Path) -> bool:
+    """Whether a folder's config describes a drafter, of any of the formats, right or wrong, or some other model."""
+    config = read_json(folder / CONFIG_NAME, what="the drafter's config")
+    return isinstance(config, dict) and ("dflash_config" in config or is_speculators(config))
+
+
 def find_drafter(path: Path) -> Path:
     """`path` itself when it is a checkpoint or an export, the newest checkpoint when it is a run. Raises UserError."""
     if (path / STATE_NAME).is_file() or (path / CONFIG_NAME).is_file():
