@@ -1,25 +1,18 @@
-"""Questions: what do checkpoints, metrics and guards cost a step of the 1.7 B drafter, and does a run on a GPU survive kills?
+"""Question: what do checkpoints, metrics and guards cost a step of the 1.7 B drafter?
 
-    python bench/endure_gpu.py cost [--steps 20]      the drafter of bench/drafter_step.py, AdamW, checkpoints to --folder
-    python bench/endure_gpu.py soak [--kills 10]      a small run, killed at random, resumed, compared with two left alone
+    python bench/endure_gpu.py [--steps 20]      the drafter of bench/drafter_step.py, AdamW, checkpoints to --folder
 
-Each finding is one JSON line on stdout as it comes. --toy is a dry run on whatever device there is. A kill of the soak falls
-within --seconds of the start's first new step, so that every start gets on; after --limit-s there are no more.
+Each finding is one JSON line on stdout as it comes. --toy is a dry run on whatever device there is.
 """
 
 import argparse
 import dataclasses
 import json
-import os
-import random
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +23,7 @@ import torch  # noqa: E402
 from drafter_step import born_from_shape, random_blocks, random_rows  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from outrider.config import CheckpointConfig, GuardsConfig, OptimizerConfig, RunConfig, to_toml  # noqa: E402
+from outrider.config import CheckpointConfig, GuardsConfig, OptimizerConfig  # noqa: E402
 from outrider.model.attention import dense_attention  # noqa: E402
 from outrider.model.drafter import Drafter, count_parameters  # noqa: E402
 from outrider.model.fused_attention import kernels_for  # noqa: E402
@@ -199,150 +192,17 @@ def make_room(keeper: Keeper, steps: Steps, alone_ms: float) -> float:
     return slowed_s
 
 
-CHILD = """
-import json, sys
-from pathlib import Path
-from outrider.config import load_run
-from outrider.train.loop import train
-print(json.dumps(train(load_run(Path(sys.argv[1])), check=None)))
-"""
-
-
-def soak_run(folder: Path, options: argparse.Namespace) -> Callable[[str], RunConfig]:
-    """Makes a target, rows and run files: toys, or a target of width 512 and a drafter of 4 M parameters."""
-    from endure import make_data, toy_run
-    from toys import EOS, PAD, VOCAB
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    make_data(folder)
-    if not options.toy:
-        torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(
-            vocab_size=VOCAB, hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8,
-            num_key_value_heads=4, eos_token_id=EOS, pad_token_id=PAD, bos_token_id=None)).save_pretrained(folder / "target")
-
-    def run_named(name: str) -> RunConfig:
-        run = toy_run(folder, name)
-        train = {"steps": options.steps, "device": str(DEVICE), "attention": "dense", "log_every": 5}
-        run = run.model_copy(update={"train": run.train.model_copy(update=train), "checkpoint": CheckpointConfig(every=25)})
-        (folder / f"{name}.toml").write_text(to_toml(run), encoding="utf-8")
-        return run
-
-    return run_named
-
-
-@dataclasses.dataclass
-class Watched:
-    """One start of a run seen from outside. `looks`: time, step logged, resident bytes, bytes used on the device."""
-
-    code: int
-    looks: list[tuple[float, int, int, int]]
-
-    def as_line(self) -> dict[str, Any]:
-        steady = [look for look in self.looks if look[1] > self.looks[0][1]]
-        if not steady:
-            return {"ended": self.code, "new_steps": 0}
-        quarter = max(1, len(steady) // 4)
-        first, last = steady[:quarter], steady[-quarter:]
-        mib = {name: [round(statistics.median(look[at] for look in part) / 2**20) for part in (first, last)]
-               for name, at in (("resident_mib_first_last_quarter", 2), ("device_mib_first_last_quarter", 3))}
-        return {"ended": self.code, "seconds_of_steps": round(steady[-1][0] - steady[0][0], 1),
-                "new_steps": steady[-1][1] - self.looks[0][1], **mib}
-
-
-def watch(folder: Path, run: RunConfig, *, kill_after_s: float | None) -> Watched:
-    """Start the run; kill it so long after its first new step, or let it end."""
-    metrics, looks = run.train.folder / "metrics.jsonl", list[tuple[float, int, int, int]]()
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(folder / f"{run.train.folder.name}.toml")],
-                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    saved = sorted((run.train.folder / "checkpoints").glob("step-????????"))
-    begun, first_step = int(saved[-1].name[5:]) if saved else 0, None
-    left_over, going = size_of(metrics), False  # lines past the checkpoint, until the start has cut them off
-    looks.append((time.monotonic(), begun, 0, 0))
-    while child.poll() is None:
-        time.sleep(0.1)
-        free = torch.cuda.mem_get_info()[0] if CUDA else 0
-        going = going or size_of(metrics) != left_over
-        step = max(begun, last_step(metrics)) if going else begun
-        looks.append((time.monotonic(), step, resident(child.pid), DEVICE_BYTES - free))
-        if first_step is None and step > begun:
-            first_step = time.monotonic()
-        if kill_after_s is not None and first_step is not None and time.monotonic() - first_step > kill_after_s:
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-    return Watched(child.returncode, looks[:-1])
-
-
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def last_step(metrics: Path) -> int:
-    """The step of the newest whole line."""
-    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
-    return next((json.loads(line)["step"] for line in reversed(lines) if line.endswith(b"\n")), 0)
-
-
-def soak(options: argparse.Namespace) -> None:
-    """The run alone, then killed and resumed, then alone again: the same state to the bit? Memory and speed, start by start."""
-    from crashes import tensors_of
-
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        named = soak_run(folder, options)
-        runs = {name: named(name) for name in ("before", "killed", "after")}
-        out(what="uninterrupted, before", **watch(folder, runs["before"], kill_after_s=None).as_line())
-        draw, starts, began = random.Random(0), [], time.monotonic()
-        while not starts or starts[-1].code == -signal.SIGKILL:
-            kills = len(starts)
-            goes_on = kills < options.kills and time.monotonic() - began < options.limit_s
-            after = draw.uniform(0.2, 1.0) * options.seconds if goes_on else None
-            starts.append(watch(folder, runs["killed"], kill_after_s=after))
-            out(what=f"start {kills + 1} of the killed run", at_s=round(time.monotonic() - began), **starts[-1].as_line())
-        out(what="uninterrupted, after", **watch(folder, runs["after"], kill_after_s=None).as_line())
-        times = {name: step_times(run) for name, run in runs.items()}
-        alone = statistics.median(times["before"] + times["after"])
-        out(what="step, ms", **{name: spread(values) for name, values in times.items()},
-            killed_over_uninterrupted=round(statistics.median(times["killed"]) / alone, 4),
-            after_over_before=round(statistics.median(times["after"]) / statistics.median(times["before"]), 4))
-        whole = tensors_of(runs["before"])
-        for name in ("killed", "after"):
-            found = tensors_of(runs[name])
-            different = [key for key in whole if not torch.equal(whole[key], found[key])]
-            out(what=f"final state, {name} against before", kills=len(starts) - 1 if name == "killed" else 0, tensors=len(whole),
-                different=len(different), names=different[:3], device=DEVICE.type)
-
-
-def step_times(run: RunConfig) -> list[float]:
-    """Milliseconds of each logged step."""
-    lines = (run.train.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [1000 * sum(found["seconds"].values()) for found in map(json.loads, lines) if "loss" in found and "event" not in found]
-
-
-def resident(pid: int) -> int:
-    """Resident bytes of a process, 0 when it has gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("part", choices=("cost", "soak"), nargs="?", default="cost")
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--saves", type=int, default=2)
-    options.add_argument("--kills", type=int, default=10)
-    options.add_argument("--seconds", type=float, default=6.0)
-    options.add_argument("--limit-s", type=float, default=1800.0)
     options.add_argument("--folder")
     options.add_argument("--toy", action="store_true")
     chosen = options.parse_args()
     if not CUDA and not chosen.toy:
         print(json.dumps({"bench": "endure_gpu", "skipped": "needs a CUDA GPU"}))
         return
-    sys.path.insert(0, str(HERE.parent / "tests" / "endure"))
-    cost(chosen) if chosen.part == "cost" else soak(chosen)
+    cost(chosen)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ do not come out even, a process learns from an empty micro-batch: all of them mu
 """
 
 from dataclasses import replace
+from itertools import islice
 
 from outrider.data.rows import RowError
 from outrider.errors import RunFailure
@@ -25,7 +26,8 @@ def micro_batches(run: Run, step: int) -> list[MicroBatch]:
 
 def rows_after(run: Run, step: int) -> list[TokenRows]:
     """The rows of this process's micro-batches after the step, as far ahead as its targets may run."""
-    coming = [(later, micro) for later in range(step + 1, run.steps) for micro in _dealt(run)][: run.relay.ahead]
+    every = ((later, micro) for later in range(step + 1, run.steps) for micro in _dealt(run))
+    coming = list(islice(every, run.relay.ahead))  # a long run has millions after this step
     for place in coming:
         if place not in run.read:
             run.read[place] = _rows(run, *place)
