@@ -1,13 +1,14 @@
 """Predicted against measured peak memory over a grid of runs on one GPU, through the code that training runs.
 
-    python bench/ledger.py [--only NAME ...] [--beside] [--out FOLDER] [--steps 2] [--card rtx-pro-6000]
+    python bench/ledger.py [--only NAME ...] [--beside] [--out FOLDER] [--steps 2] [--card rtx-pro-6000] [--list] [--draw]
 
 Each point is a run file and a target's config. A random target of that config stands on the GPU, a drafter learns from it for a
 few optimizer steps, and torch.cuda.max_memory_allocated and the device's own "used" are held against the ledger. What went wrong
 elsewhere (unfused attention, plain logits, an eager block mask) is run on purpose: these points replace that one part.
-Appends to ledger.jsonl in FOLDER and draws all of it as ledger.svg. `--beside`: other processes share the device, so what it
-shows as used is not told apart. `--card` caps the allocator to a smaller card of the catalogue. With more than 2 steps those from
-the third on are timed, each with its capture. Last line: JSON.
+Appends to ledger.jsonl in FOLDER; `--draw` makes ledger.svg of all of it. `--beside`: other processes share the device, so what
+it shows as used is not told apart from theirs; what the process's own allocator reserved is kept for every point. `--card` caps
+the allocator to a smaller card of the catalogue. With more than 2 steps those from the third on are timed, each with its capture.
+`--list`: the points and what is predicted of them, without a GPU. Last line: JSON.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from outrider.model.fused_drafter import fused_twin
 from outrider.objective.losses import plain_loss
 from outrider.planner.gpus import parse_gpus
 from outrider.planner.job import job_of
-from outrider.planner.ledger import colocated
+from outrider.planner.ledger import DeviceLedger, colocated
 from outrider.planner.target_shapes import read_target_shape
 from outrider.train import step
 from outrider.train.masters import WholeMasters
@@ -68,6 +69,18 @@ def small_target(D: int, layers: int, V: int, **changes: Any) -> dict[str, Any]:
             "num_attention_heads": heads, "num_key_value_heads": max(heads // 4, 1), "head_dim": 128,
             "tie_word_embeddings": False,
             "max_position_embeddings": 65536, **changes}
+
+
+def dense_target(D: int, layers: int, wide: int, heads: int, *, tied: bool) -> dict[str, Any]:
+    """A qwen3 as published: 8 key heads of 128, vocabulary 151,936."""
+    return small_target(D, layers, 151936, intermediate_size=wide, num_attention_heads=heads, num_key_value_heads=8,
+                        tie_word_embeddings=tied)
+
+
+def expert_target(layers: int) -> dict[str, Any]:
+    """The first layers of a qwen3_moe of 128 experts, 8 of them a token."""
+    return small_target(2048, layers, 151936, model_type="qwen3_moe", num_attention_heads=32, num_key_value_heads=4,
+                        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, intermediate_size=6144)
 
 
 BORN_FROM = json.loads((Path(__file__).parents[1] / "examples" / "born-from" / "config.json").read_text())
@@ -131,6 +144,11 @@ def points() -> list[Point]:
         but("small: width 576", target=small_target(576, 30, 49152, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
                                                     intermediate_size=1536, tie_word_embeddings=True), S=1024,
             sections={"layout": {"anchors": 96}, "drafter": {"block_size": 8, "num_layers": 2}}),
+        but("8-bit moments", sections={"optimizer": {"state": "8bit"}}),
+        but("target 1.7B", target=dense_target(2048, 28, 6144, 16, tied=True)),
+        but("target 8B", target=dense_target(4096, 36, 12288, 32, tied=False)),
+        but("target 8B FP8", target=dense_target(4096, 36, 12288, 32, tied=False), sections={"features": {"precision": "fp8"}}),
+        but("experts: 8 layers of 128", target=expert_target(8)),
         but("wide: 5120", target=wide, S=8192),
         but("wide, unfused, 64 anchors", target=wide, S=8192, suppositions=unfused, sections={"layout": {"anchors": 64}}),
         born_from("27B bf16"),
@@ -140,8 +158,8 @@ def points() -> list[Point]:
     ]
 
 
-def random_target(folder: Path, last_layer: int, *, fp8: bool) -> Target:
-    """A target of the folder's config with random weights on the GPU, cut as loading would cut it; `fp8`: made in 8 bits."""
+def random_target(folder: Path, last_layer: int, *, fp8: bool, device: str = "cuda") -> Target:
+    """A target of the folder's config with random weights on `device`, cut as loading would cut it; `fp8`: made in 8 bits."""
     facts = read_facts(str(folder))
     config = AutoConfig.from_pretrained(folder).get_text_config()
     config.num_hidden_layers = last_layer + 1
@@ -152,17 +170,17 @@ def random_target(folder: Path, last_layer: int, *, fp8: bool) -> Target:
     if fp8:
         for layer in model.get_decoder().layers:
             quantise_layer(layer)
-    model.to_empty(device="cuda").eval().requires_grad_(False)
+    model.to_empty(device=device).eval().requires_grad_(False)
     model.tie_weights()  # to_empty made a tensor for each name
     for module in model.modules():
         if isinstance(module, Fp8Linear):
-            eight, scale = quantise_rows(torch.randn(module.weight.shape, device="cuda", dtype=torch.bfloat16) * 0.02)
+            eight, scale = quantise_rows(torch.randn(module.weight.shape, device=device, dtype=torch.bfloat16) * 0.02)
             module.weight.copy_(eight)
             module.scale.copy_(scale)
             continue
         for weight in module.parameters(recurse=False):
             weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(0.1)
-    with torch.device("cuda"):  # its buffers are numbers, not weights
+    with torch.device(device):  # its buffers are numbers, not weights
         model.get_decoder().rotary_emb = type(model.get_decoder().rotary_emb)(config)
     return Target(model, facts)
 
@@ -204,33 +222,38 @@ def open_road(resolved: Resolved, suppositions: tuple[str, ...]) -> Any:
     return road
 
 
+def foretold(point: Point, folder: Path) -> tuple[Resolved, DeviceLedger]:
+    """The point's run, whose target's config is put into `folder`, and its ledger."""
+    (folder / "config.json").write_text(json.dumps(point.target))
+    resolved = resolve(parse_run(point.document(folder), where=point.name), read_facts(str(folder)))
+    job = job_of(resolved.config, resolved.shape, read_target_shape(str(folder)), row_length=point.S, replicas=1, sharded=False,
+                 suppositions=point.suppositions)
+    return resolved, colocated(job)
+
+
 def measure(point: Point, *, alone: bool, steps: int) -> dict[str, Any]:
     """Run the point; its bytes as predicted and as measured, and the milliseconds of a step where any was timed."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(point.target))
-        config = parse_run(point.document(folder), where=point.name)
-        resolved = resolve(config, read_facts(name))
-        target_shape = read_target_shape(name)
-        job = job_of(resolved.config, resolved.shape, target_shape, row_length=point.S, replicas=1, sharded=False,
-                     suppositions=point.suppositions)
-        ledger = colocated(job)
+        resolved, ledger = foretold(point, Path(name))
         began = time.monotonic()
         with supposing(point.suppositions):
-            target = random_target(folder, resolved.shape.target_layer_ids[-1], fp8=resolved.config.features.precision == "fp8")
-            peak, used, times = run(point, resolved, target, steps)
+            target = random_target(Path(name), resolved.shape.target_layer_ids[-1],
+                                   fp8=resolved.config.features.precision == "fp8")
+            found, times = run(point, resolved, target, steps)
+    peak, used = found["measured"], found["measured_used"] if alone else None
     return {
-        "name": point.name, "predicted": ledger.peak_bytes, "measured": peak, "error": ledger.peak_bytes / peak - 1,
-        "predicted_used": ledger.device_used_bytes, "measured_used": used if alone else None,
-        "error_used": ledger.device_used_bytes / used - 1 if alone else None,
+        "name": point.name, "predicted": ledger.peak_bytes, **found, "error": ledger.peak_bytes / peak - 1,
+        "predicted_used": ledger.device_used_bytes, "measured_used": used,
+        "error_used": ledger.device_used_bytes / used - 1 if used else None,
         "standing": ledger.standing_bytes, "phase": ledger.peak_phase, "seconds": round(time.monotonic() - began, 1),
         **({"ms": round(statistics.median(times), 1), "min_ms": round(min(times), 1), "max_ms": round(max(times), 1),
             "n": len(times)} if times else {}),
     }
 
 
-def run(point: Point, resolved: Resolved, target: Target, steps: int) -> tuple[int, int, list[float]]:
-    """Peak allocated and device-used bytes of a few optimizer steps, and the milliseconds of those after UNTIMED."""
+def run(point: Point, resolved: Resolved, target: Target, steps: int) -> tuple[dict[str, int], list[float]]:
+    """Bytes after a few optimizer steps: peak allocated, reserved by the allocator, used on the device; and the milliseconds of
+    the steps after UNTIMED."""
     config = resolved.config
     road = open_road(resolved, point.suppositions)
     optimizer = build_optimizer(road.drafter, config.optimizer)
@@ -249,7 +272,8 @@ def run(point: Point, resolved: Resolved, target: Target, steps: int) -> tuple[i
         torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - began))
     free, total = torch.cuda.mem_get_info()
-    return torch.cuda.max_memory_allocated(), total - free, times[UNTIMED:]
+    return {"measured": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.memory_reserved(),
+            "measured_used": total - free}, times[UNTIMED:]
 
 
 def rows_of(point: Point, config: Any, seed: int) -> Any:
@@ -269,7 +293,7 @@ def fresh_device() -> None:
 def show(result: dict[str, Any]) -> None:
     used = "" if result["measured_used"] is None else f"used {result['measured_used'] / GIB:7.2f} {result['error_used']:+6.1%} | "
     print(f"{result['name']:36} measured {result['measured'] / GIB:7.2f} predicted {result['predicted'] / GIB:7.2f} GiB "
-          f"{result['error']:+6.1%} | {used}{result['phase']} ({result['seconds']} s)"
+          f"{result['error']:+6.1%} | reserved {result['reserved'] / GIB:7.2f} | {used}{result['phase']} ({result['seconds']} s)"
           + (f", {result['ms']} ms a step ({result['min_ms']}..{result['max_ms']}, n = {result['n']})" if "ms" in result else ""),
           file=sys.stderr, flush=True)
 
@@ -296,6 +320,14 @@ def draw(folder: Path) -> None:
     figure.savefig(folder / "ledger.svg", metadata={"Date": None})
 
 
+def foretell() -> None:
+    for point in points():
+        with tempfile.TemporaryDirectory() as name:
+            _, ledger = foretold(point, Path(name))
+        print(f"{point.name:36} {ledger.peak_bytes / GIB:7.2f} GiB in {ledger.peak_phase}, "
+              f"{ledger.device_used_bytes / GIB:7.2f} used")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="names of points")
@@ -303,7 +335,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--steps", type=int, default=UNTIMED, help="optimizer steps a point")
     parser.add_argument("--card", help="cap the allocator to this card's memory")
+    parser.add_argument("--draw", action="store_true", help="draw what was measured so far, and measure nothing")
+    parser.add_argument("--list", action="store_true", help="what is predicted of each point, without a GPU")
     args = parser.parse_args()
+    if args.list or args.draw:
+        foretell() if args.list else draw(args.out)
+        return
     if not torch.cuda.is_available():
         print(json.dumps({"bench": "ledger", "skipped": "needs a CUDA GPU"}))
         return
@@ -323,7 +360,6 @@ def main() -> None:
         results.append(result)
         with (args.out / "ledger.jsonl").open("a") as lines:
             lines.write(json.dumps(result) + "\n")
-    draw(args.out)
     print(json.dumps({"bench": "ledger", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "n": len(results),
                       "mean_error": sum(abs(r["error"]) for r in results) / len(results),
                       "worst": max(results, key=lambda r: abs(r["error"]))["name"]}))

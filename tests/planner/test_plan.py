@@ -12,7 +12,7 @@ from test_ledger import BORN_FROM, born_from  # noqa: F401 - the fixture
 
 from outrider import cli
 from outrider.errors import UserError
-from outrider.planner.gpus import CATALOGUE, parse_gpus, with_memory
+from outrider.planner.gpus import CATALOGUE, parse_gpus
 from outrider.planner.job import Job
 from outrider.planner.ledger import colocated
 from outrider.planner.plan import PLACEMENTS, Plan, make_plans, nearest_that_fits, slower
@@ -22,9 +22,9 @@ CARDS = "4x rtx-pro-6000"
 
 
 def planned(**options: Any) -> dict[str, Any]:
-    return cli.plan(BORN_FROM, gpus=CARDS, **{
-        "settings": [f"target.path={BORN_FROM.with_suffix('')}"], "placement": None, "row_length": None, "suppose": None,
-        "as_given": False, "explain": False, **options})
+    return cli.plan(BORN_FROM, **{
+        "gpus": CARDS, "settings": [f"target.path={BORN_FROM.with_suffix('')}"], "placement": None, "row_length": None,
+        "suppose": None, "as_given": False, "explain": False, **options})
 
 
 TWO = {"train.accumulation": 2}  # the least for two learners; the run file has 1
@@ -121,7 +121,7 @@ def test_the_nearest_setting_that_fits_is_named(born_from: Job) -> None:  # noqa
     changes, ledger = nearest
     assert changes == {"layout.anchors": 256}
     assert ledger.device_used_bytes <= 160 * 2**30
-    card = with_memory([CATALOGUE["rtx-pro-6000"]], 160 * 2**30)[0]
+    card = replace(CATALOGUE["rtx-pro-6000"], usable_bytes=160 * 2**30)
     assert not make_plans(unfused, [card], placements=("colocated",), vary=False)[0].fits
     small, large = (CATALOGUE[name].usable_bytes for name in ("rtx-4090", "h200"))
     assert nearest_that_fits(born_from, small, fp8=True, ledger_of=colocated) is None
@@ -136,7 +136,7 @@ def test_on_less_memory_come_settings_that_round_more_coarsely(
     born_from: Job, card: str, gib: int, changes: Any  # noqa: F811
 ) -> None:
     """On one card of so much memory; never FP8 on one without it."""
-    made = make_plans(born_from, with_memory([CATALOGUE[card]], gib * 2**30), placements=PLACEMENTS, vary=True)
+    made = make_plans(born_from, [replace(CATALOGUE[card], usable_bytes=gib * 2**30)], placements=PLACEMENTS, vary=True)
     assert {plan.gpus for plan in made} == {1}, "no pair on one card"
     assert (dict(made[0].changes) if made[0].fits else None) == changes
 

@@ -120,6 +120,8 @@ def plan(
     suppose: Annotated[list[str] | None, typer.Option(
         help="What if it went wrong: unfused-attention, plain-logits or eager-mask; repeatable.")] = None,
     as_given: Annotated[bool, typer.Option("--as-given", help="No other settings where the run file's own do not fit.")] = False,
+    calibrate: Annotated[Path | None, typer.Option(help="Measure the cards here (30 s), keep the rates in this file.")] = None,
+    rates: Annotated[Path | None, typer.Option(help="Plan with rates that --calibrate kept in this file.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Every line of every device.")] = False,
     simulate: Annotated[int | None, typer.Option(help="Time line and speed on so many GPUs, machines as --gpus has.")] = None,
     times: Annotated[Path | None, typer.Option(help="Measured stage times: a traced run, or a TOML or JSON file.")] = None,
@@ -129,11 +131,10 @@ def plan(
 
     Example: outrider plan run.toml --gpus "4x rtx-pro-6000"
     """
-    from outrider.cli.outlook import Ahead, plan_from
+    from outrider.cli.outlook import Ahead, Cards, Wanted, plan_from
 
-    ahead = Ahead(simulate, times, page)
-    return plan_from(run, gpus, settings or (), placement=placement, row_length=row_length, suppositions=suppose or (),
-                     vary=not as_given, explain=explain, ahead=ahead)
+    wanted = Wanted(placement, row_length, suppose or (), vary=not as_given, explain=explain)
+    return plan_from(run, settings or (), Cards(gpus, rates, calibrate), wanted, Ahead(simulate, times, page))
 
 
 @verb

@@ -1,13 +1,35 @@
 """Takes a run file and cards by name, joins what a plan and the time line of many cards need of planner and report."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.cli.training import job_of
 from outrider.errors import UserError
 from outrider.files import check_out_file
+
+
+@dataclass(frozen=True)
+class Cards:
+    """The cards to plan for: by name (None: those found here), with the `rates` of a file, or measured now and kept in
+    `calibrate`."""
+
+    gpus: str | None
+    rates: Path | None
+    calibrate: Path | None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is planned: one `placement` or all (None), rows of `row_length` (None: the run's own), what is supposed, whether
+    settings may `vary`, whether to `explain` every line."""
+
+    placement: str | None
+    row_length: int | None
+    suppositions: Sequence[str]
+    vary: bool
+    explain: bool
 
 
 @dataclass(frozen=True)
@@ -19,12 +41,8 @@ class Ahead:
     page: Path | None
 
 
-def plan_from(
-    run: Path, gpus: str | None, settings: Sequence[str], *, placement: str | None, row_length: int | None,
-    suppositions: Sequence[str], vary: bool, explain: bool, ahead: Ahead
-) -> dict[str, Any]:
+def plan_from(run: Path, settings: Sequence[str], cards: Cards, wanted: Wanted, ahead: Ahead) -> dict[str, Any]:
     """The plan of a run file, and with `ahead` its simulation under `simulated`. Raises UserError."""
-    from outrider.planner.gpus import found_gpus, parse_gpus
     from outrider.planner.measured import read_measured
     from outrider.planner.outlook import look_ahead
     from outrider.planner.run import plan_run
@@ -37,13 +55,65 @@ def plan_from(
 
         check_out_file(ahead.page, "--page", endings=FORMS)
     measured = read_measured(ahead.times) if ahead.times is not None else None
-    cards = parse_gpus(gpus) if gpus is not None else found_gpus()
-    resolved, job = job_of(run, settings, row_length=row_length, suppositions=suppositions)
-    result = plan_run(job, cards, placement=placement, vary=vary, explain=explain)
+    gpus, rates = _known(cards)
+    resolved, job = job_of(run, settings, row_length=wanted.row_length, suppositions=wanted.suppositions)
+    if cards.calibrate is not None:
+        gpus, rates = _measured(cards.calibrate, job)
+    result = plan_run(job, gpus, placement=wanted.placement, vary=wanted.vary, explain=wanted.explain)
+    if rates is not None:
+        result |= {"rates": asdict(rates), "times": f"from rates measured on {rates.card} ({rates.text}) and the shares of them "
+                                                    "reached on one H200: see docs/plan.md"}
     if ahead.gpus is None:
         return result
-    simulated = look_ahead(job, cards[0], len(cards), ahead.gpus, measured, resolved.config.placement, placement)
+    simulated = look_ahead(job, gpus[0], len(gpus), ahead.gpus, measured, resolved.config.placement, wanted.placement)
     if ahead.page is not None:
         write_outlook(ahead.page, simulated)
         simulated["page"] = str(ahead.page)
     return {**result, "simulated": simulated}
+
+
+def _known(cards: Cards) -> tuple[list[Any], Any]:
+    """The cards, and the rates of their file. None yet where they are to be measured, which needs the run's sizes."""
+    from outrider.planner.gpus import found_gpus, parse_gpus
+
+    if cards.calibrate is not None:
+        for name, given in (("--gpus", cards.gpus), ("--rates", cards.rates)):
+            if given is not None:
+                raise UserError(f"--calibrate {cards.calibrate}: measures the cards of this machine: leave {name} out")
+        _check_calibration(cards.calibrate)
+        return [], None
+    rates = measured = None
+    if cards.rates is not None:
+        from outrider.planner.calibration import as_gpu, read_rates
+
+        rates = read_rates(cards.rates)
+        measured = as_gpu(rates)
+    found = found_gpus(measured=measured) if cards.gpus is None else parse_gpus(cards.gpus, measured=measured)
+    if rates is not None and found and not all(gpu.measured for gpu in found):
+        raise UserError(f"--rates {cards.rates}: are of {rates.card}, the cards are {found[0].name}: leave --rates out, or "
+                        "measure there with --calibrate")
+    return found, rates
+
+
+def _check_calibration(path: Path) -> None:
+    """Refuse before 30 s are spent: a place that cannot be written, a machine without a card."""
+    import torch
+
+    from outrider.files import check_out_file
+
+    if not torch.cuda.is_available():
+        raise UserError(f"--calibrate {path}: no CUDA device is here to measure: plan with --gpus, or run it where one is")
+    check_out_file(path, "--calibrate", endings=(".json",))
+
+
+def _measured(path: Path, job: Any) -> tuple[list[Any], Any]:
+    """The cards here, of rates measured now on the drafter's largest products and kept at `path`."""
+    import torch
+
+    from outrider.planner.calibration import as_gpu, measure, write_rates
+    from outrider.planner.gpus import found_gpus
+
+    shape = job.drafter
+    rates = measure(torch.device("cuda", 0), (job.queries, shape.hidden_size, 2 * shape.intermediate_size))
+    write_rates(path, rates)
+    return found_gpus(measured=as_gpu(rates)), rates

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,46 +58,55 @@ DRIVER_NAMES = (("RTX PRO 6000", "rtx-pro-6000"), ("RTX 6000 Ada", "rtx-6000-ada
                 ("H100", "h100-80gb"), ("H200", "h200"), ("B200", "b200"), ("GB10", "gb10"), ("MI300X", "mi300x"))
 
 
-def parse_gpus(text: str) -> list[Gpu]:
-    """`"4x rtx-pro-6000"`, `"h200"`, `"2x l40s, 1x h100"` as one Gpu a card. Raises UserError naming the nearest known."""
+def parse_gpus(text: str, *, measured: Gpu | None = None) -> list[Gpu]:
+    """`"4x rtx-pro-6000"`, `"h200"`, `"2x l40s, 1x h100"` as one Gpu a card. Raises UserError naming the nearest known.
+
+    `measured` stands in for the catalogue's card of its name, or joins the catalogue.
+    """
     gpus: list[Gpu] = []
+    known = CATALOGUE | ({measured.name: measured} if measured else {})
     for part in text.split(","):
         match = re.fullmatch(r"\s*(?:(\d+)\s*x\s+|(\d+)x)?(\S.*?)\s*", part, flags=re.IGNORECASE)
         if match is None:
-            raise UserError(f'--gpus "{text}": must read like "4x rtx-pro-6000" or "h200": known are {", ".join(CATALOGUE)}')
+            raise UserError(f'--gpus "{text}": must read like "4x rtx-pro-6000" or "h200": known are {", ".join(known)}')
         count = int(match[1] or match[2] or 1)
         if not 1 <= count <= 1024:
             raise UserError(f'--gpus "{text}": {count} cards: must be between 1 and 1024')
-        gpus += [_by_name(match[3])] * count
+        gpus += [_by_name(match[3], known)] * count
     return gpus
 
 
-def _by_name(name: str) -> Gpu:
-    key = re.sub(r"[\s_]+", "-", name.strip().lower())
+def _by_name(name: str, known: Mapping[str, Gpu]) -> Gpu:
+    key = _slug(name)
     key = ALIASES.get(key, key)
-    if key in CATALOGUE:
-        return CATALOGUE[key]
-    near = difflib.get_close_matches(key, [*CATALOGUE, *ALIASES], n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(CATALOGUE)}"
+    if key in known:
+        return known[key]
+    near = difflib.get_close_matches(key, [*known, *ALIASES], n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(known)}"
     raise UserError(f"--gpus {name}: not a GPU in the catalogue: {hint}")
 
 
-def found_gpus() -> list[Gpu]:
-    """The CUDA devices of this machine, each with its own memory; rates are those of the catalogue's card of that name.
+def _slug(name: str) -> str:
+    return re.sub(r"[\s_]+", "-", name.strip().lower())
 
-    Raises UserError for a card that the catalogue does not know.
+
+def found_gpus(*, measured: Gpu | None = None) -> list[Gpu]:
+    """The CUDA devices of this machine, each with its own memory; rates are those of the catalogue's card of that name, or of
+    `measured` where it has it. Raises UserError for a card that neither knows.
     """
-    return [_found(torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory)
+    return [_found(torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory, measured)
             for i in range(torch.cuda.device_count())]
 
 
-def _found(driver_name: str, total_bytes: int) -> Gpu:
-    for part, name in DRIVER_NAMES:
-        if part.lower() in driver_name.lower():
-            return replace(CATALOGUE[name], usable_bytes=total_bytes)
-    raise UserError(f"{driver_name}: not in the catalogue of GPUs: name the nearest with --gpus, for example --gpus a100-80gb")
+def catalogue_name(driver_name: str) -> str:
+    """What the catalogue calls the card that the driver calls so; for one that it does not know, the driver's name as a word."""
+    return next((name for part, name in DRIVER_NAMES if part.lower() in driver_name.lower()), _slug(driver_name))
 
 
-def with_memory(gpus: Sequence[Gpu], usable_bytes: int) -> list[Gpu]:
-    """The same cards with `usable_bytes` each: what an allocator capped to that much sees."""
-    return [replace(gpu, usable_bytes=usable_bytes) for gpu in gpus]
+def _found(driver_name: str, total_bytes: int, measured: Gpu | None) -> Gpu:
+    name = catalogue_name(driver_name)
+    gpu = measured if measured and measured.name == name else CATALOGUE.get(name)
+    if gpu is None:
+        raise UserError(f"{driver_name}: not in the catalogue of GPUs: measure it with --calibrate, or name the nearest with "
+                        "--gpus, for example --gpus a100-80gb")
+    return replace(gpu, usable_bytes=total_bytes)

@@ -4,7 +4,8 @@ Times are operations over the rate that the card reaches, and bytes over its ban
 an H200 states 989 TFLOP/s and keeps up 643 to 649 in the drafter's largest products under its power limit; the fused drafter
 step reached 610 (219.5 ms for 134 TFLOP), the target's forward with FLA's kernels 417 (926 ms for 386 TFLOP) document by
 document, 596 packed, and 968 of 1,979 packed in 8 bits (672.7 and 413.9 ms for 401 TFLOP): bench/results.
-Other cards are taken to reach the same shares, a guess until they are measured: a plan's ranking is safer than its times.
+Other cards are taken to reach the same shares, a guess: a plan's ranking is safer than its times. A card whose own rates were
+measured (calibration.py) is taken to reach, of what it keeps up in large products, the share that an H200 does.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from outrider.planner.job import Job
 
 DRAFTER_SHARE, APART_SHARE, PACKED_SHARE = 610 / 989, 417 / 989, 596 / 989  # of a card's stated bf16 rate
 PACKED_FP8_SHARE = 968 / 1979  # of its stated FP8 rate; apart was not measured, and is taken to reach bf16's
+KEPT_UP, KEPT_UP_FP8 = 646 / 989, 1150 / 1979  # of the stated rates, in large products alone
 BANDWIDTH_SHARE = 0.85
 UPDATE_BYTES = 4 + 4 + 3 * 8  # a parameter: norm reads the gradient; the update gradient, master and moments
 LENT_BYTES, COPIED_BYTES = 2 * 16, 4 + 2  # a parameter: its memory lent to the compute weights and back; rounded into a copy
