@@ -236,15 +236,26 @@ class PlacementConfig(Section):
     """Where the target runs, and how several processes share the work. One process holds one replica of the drafter.
 
     `capture_cards`: devices that each process takes for the target besides its `train.device`: 0 has both on one (colocated), 1
-    is a pair, more take rows in turn, each with a whole target. `turns`: "overlapped" lets targets run at any time,
+    is a pair, more take rows in turn, each with a whole target. `cards_per_target`: over how many of them the layers of one
+    target are spread, for a target larger than one card. `turns`: "overlapped" lets targets run at any time,
     "one_at_a_time" never two at once on a machine. `sharding`: "ddp" keeps whole masters and optimizer state in every process,
     "fsdp2" shares them out. `timeout_s`: how long features or another process may be awaited before the run stops.
     """
 
     capture_cards: Annotated[Whole, Field(ge=0)] = 0
+    cards_per_target: Positive = 1
     turns: Literal["overlapped", "one_at_a_time"] = "overlapped"
     sharding: Sharding = "ddp"
     timeout_s: Positive = 60
+
+    @field_validator("cards_per_target")
+    @classmethod
+    def _all_targets_whole(cls, value: int, info: ValidationInfo) -> int:
+        cards = info.data.get("capture_cards")
+        if cards is not None and value > 1 and (cards == 0 or cards % value):
+            raise ValueError(f"does not go with placement.capture_cards = {cards}: that must be a multiple of it, {value} for "
+                             "each target")
+        return value
 
 
 class RunConfig(Section):

@@ -14,8 +14,9 @@ from outrider.features.eight_bit import MOST_TOKENS, in_8_bits, one_document
 from outrider.features.fp8 import FINE, LARGEST, Fp8Linear, quantise_rows, quantised
 from outrider.features.packed import PackedCapture
 from outrider.features.projections import Projections, side_by_side
+from outrider.features.target import Stretch
 
-CPU = torch.device("cpu")
+ON_CPU = (Stretch(torch.device("cpu"), range(6)),)
 IDS = (1, 3)
 ROWS = random_rows([[9, 40]], length=60, seed=4)
 
@@ -58,7 +59,7 @@ def test_8_bit_layers_side_by_side_are_each_their_own() -> None:
 def test_a_target_in_8_bits_and_its_report(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     exact_target, document = family_target(family), one_document(ROWS)
     exact = capture(exact_target, document, IDS).values_BSF
-    target, errors = in_8_bits(family_target(family), ROWS, IDS, CPU)
+    target, errors = in_8_bits(family_target(family), ROWS, IDS, ON_CPU)
     rough = capture(target, document, IDS).values_BSF
     for j, error in enumerate(errors):
         a, b = (v.unflatten(-1, (2, -1))[..., j, :] for v in (rough, exact))
@@ -73,7 +74,7 @@ def test_a_target_in_8_bits_and_its_report(family: str, capsys: pytest.CaptureFi
 
 
 def test_packed_and_apart_agree_in_8_bits() -> None:
-    target, errors = in_8_bits(family_target("qwen3_5"), ROWS, IDS, CPU)
+    target, errors = in_8_bits(family_target("qwen3_5"), ROWS, IDS, ON_CPU)
     packed = PackedCapture(target, IDS, compiled=False)(ROWS).values_BSF
     apart = capture(target, ROWS, IDS).values_BSF
     # a float32 sum in another order may fall on the other side of an 8-bit step, a few times, where the error to the exact
@@ -94,11 +95,11 @@ def test_refusals() -> None:
     target = family_target("llama")
     target.facts = replace(target.facts, quantised="awq")
     with pytest.raises(UserError, match=r'quantised already.*use "as_loaded"'):
-        in_8_bits(target, ROWS, IDS, CPU)
+        in_8_bits(target, ROWS, IDS, ON_CPU)
     target = family_target("llama")
     for layer in target.layers:
         for name, module in list(layer.named_modules()):
             if isinstance(module, nn.Linear):
                 layer.set_submodule(name, OtherLinear(module.in_features, module.out_features, bias=False))
     with pytest.raises(UserError, match="no plain linear layer"):
-        in_8_bits(target, ROWS, IDS, CPU)
+        in_8_bits(target, ROWS, IDS, ON_CPU)

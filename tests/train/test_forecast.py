@@ -28,7 +28,7 @@ MakeRun = Callable[..., RunConfig]
 WIDE = 2**40
 BORN_FROM = Path(__file__).parents[2] / "examples" / "born-from.toml"
 CPU = torch.device("cpu")
-ALONE, PAIR = Devices(CPU, ()), Devices(CPU, (CPU,))
+ALONE, PAIR, TWO_CARDS = Devices(CPU, ()), Devices(CPU, (CPU,)), Devices(CPU, (CPU, CPU), 2)
 
 
 def card(allowed: int = WIDE, *, free: int | None = None, peak: int = 2**20) -> Card:
@@ -66,8 +66,13 @@ def test_a_refused_run_leaves_nothing_behind(make_run: MakeRun) -> None:
 @pytest.mark.parametrize(("gib", "fp8", "devices", "way_out"), [
     (52, False, ALONE, r"with the target on a card of its own it does: --set placement\.capture_cards=1$"),
     (44, True, ALONE, r"in 8 bits on a card of its own it does: --set placement\.capture_cards=1 --set features\.precision=fp8$"),
-    (44, False, ALONE, r"one target is not spread over several cards here: serve it .* features\.server"),
-    (44, False, PAIR, r"one target is not spread over several cards here: serve it .* features\.server"),
+    (44, False, ALONE, r"the target spread over 2 cards of its own it does: --set placement\.capture_cards=2 --set "
+                       r"placement\.cards_per_target=2$"),
+    (30, True, PAIR, r"the nearest that fits is --set features\.precision=fp8 "),
+    (26, False, PAIR, r"the target spread over 3 cards of its own it does: --set placement\.capture_cards=3 --set "
+                      r"placement\.cards_per_target=3$"),
+    (22, False, TWO_CARDS, r"the run needs .* the target spread over 3 cards of its own it does"),
+    (9, False, PAIR, r"no target of its size goes onto 8 cards such as this one: serve it .* features\.server"),
     (24, True, ALONE, r"nothing near it fits: see outrider plan$"),  # where its drafter does not fit either
 ])
 def test_a_target_too_large_goes_elsewhere(gib: int, fp8: bool, devices: Devices, way_out: str) -> None:

@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from toys import random_rows, toy_shape
 from outrider.config import PlacementConfig
 from outrider.errors import UserError
 from outrider.features.capture import FeatureSource
-from outrider.features.target import Target, load_target
+from outrider.features.source import capture_in
+from outrider.features.spread import SpreadCapture, shares_of
+from outrider.features.target import Stretch, Target, load_target
 from outrider.records import Features, TokenRows
 from outrider.train.lanes import Span, ThreadLane, Trace
 from outrider.train.meter import Stopwatch
@@ -37,7 +40,7 @@ def relay_of(folder: Path, cards: int, *, copies: bool) -> Relay:
     sources = [FeatureSource(target, toy_shape().target_layer_ids, keep="no") for target in targets]
     relay = open_relay(sources, Devices(CPU, (CPU,) * cards), PlacementConfig(), meeting="test", trace=None)
     if copies:
-        relay._crossing = ThreadLane("copy", CPU, None)
+        relay._copying = ThreadLane("copy", CPU, None)
     return relay
 
 
@@ -99,7 +102,7 @@ def drive(relay: Relay, rows: list[TokenRows], *, learn_s: float = PIECE_S) -> l
 def slow_relay(sources: list[SlowSource], trace: Trace | None, *, turns: Turns | None = None, timeout_s: int = 60) -> Relay:
     devices = Devices(CPU, (CPU,) * len(sources))
     relay = open_relay(sources, devices, PlacementConfig(timeout_s=timeout_s), meeting="test", trace=trace)
-    relay._crossing = ThreadLane("copy", CPU, trace)
+    relay._copying = ThreadLane("copy", CPU, trace)
     relay.turns = turns or relay.turns
     return relay
 
@@ -138,7 +141,7 @@ def test_one_at_a_time_is_one_at_a_time(toy_target: ToyTarget, tmp_path: Path) -
         trace = Trace([CPU])
         relays = [slow_relay([SlowSource(target)], trace, turns=turns) for _ in range(2)]
         for number, relay in enumerate(relays):
-            relay._lanes[0].name = f"capture of {number}"
+            relay._chains[0].lane.name = f"capture of {number}"
         threads = [threading.Thread(target=drive, args=(relay, numbered_rows(5)), kwargs={"learn_s": 0.0}) for relay in relays]
         for thread in threads:
             thread.start()
@@ -177,6 +180,7 @@ def test_features_that_never_come_are_given_up(toy_target: ToyTarget) -> None:
     ("meta", {}, FIRST, r"train\.device = 'meta': not supported"),
     ("cuda:99", {}, FIRST, r"needs 1 CUDA device\(s\) from number 99 on, and \d+ CUDA devices were found"),
     ("cuda", {"capture_cards": 60}, Place(1, 2, 1), r"needs 61 CUDA device\(s\) from number 61 on"),
+    ("cuda", {"capture_cards": 4, "cards_per_target": 2}, FIRST, r"needs 5 CUDA device\(s\) from number 0 on"),
     ("cuda:1", {}, Place(0, 2, 0), r"names one card, and 2 processes need one each: use 'cuda'"),
 ])
 def test_devices_that_are_not_there(name: str, settings: dict[str, int], place: Place, sentence: str) -> None:
@@ -194,5 +198,86 @@ def test_each_process_of_a_machine_takes_the_next_cards(
     monkeypatch: pytest.MonkeyPatch, name: str, cards: int, place: Place, expected: tuple[str, list[str]]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    devices = find_devices(name, PlacementConfig(capture_cards=cards), place)
+    devices = find_devices(name, PlacementConfig(capture_cards=cards, cards_per_target=max(cards, 1)), place)
+    assert [list(map(str, target)) for target in devices.targets] == [expected[1] or [expected[0]]]
     assert (str(devices.learn), [str(device) for device in devices.capture]) == expected
+
+
+# A target that is spread over several devices
+
+
+def spread_relay(folder: Path, cuts: tuple[int, ...], *, targets: int, trace: Trace | None, documents: str = "apart") -> Relay:
+    """`targets` of them, each on as many threads as it has shares."""
+    bounds = (0, *cuts, 5)
+    stretches = [Stretch(CPU, range(a, b)) for a, b in pairwise(bounds)]
+    ids = toy_shape().target_layer_ids
+    sources = []
+    for _ in range(targets):
+        target = load_target(str(folder), dtype="float32", device=stretches, last_layer=4, head=False)
+        shares = shares_of(target, stretches, ids)
+        run = SpreadCapture(target, shares, [capture_in(documents, share, share.layer_ids) for share in shares])
+        sources.append(FeatureSource(target, ids, keep="no", run=run))
+    devices = Devices(CPU, (CPU,) * len(stretches) * targets, len(stretches))
+    return open_relay(sources, devices, PlacementConfig(timeout_s=2), meeting="test", trace=trace)
+
+
+@pytest.mark.parametrize("documents", ["apart", "packed"])
+def test_spread_targets_learn_the_same_bits(toy_target: ToyTarget, toy_folder: ToyFolder, documents: str) -> None:
+    """Cuts beside and after captured layers, one target and two in turn, all rows in flight at once."""
+    target, folder = toy_target("qwen3_5"), toy_folder("qwen3_5")
+    batches = [random_micro_batch([[9 + i], [3, i]], seed=i) for i in range(12)]
+    whole = spread_relay(folder, (), targets=1, trace=None, documents=documents)
+    expected = learned(target, whole, batches, accumulation=3)
+    for cuts, targets in (((2,), 1), ((1, 3), 1), ((3,), 2)):
+        relay = spread_relay(folder, cuts, targets=targets, trace=None, documents=documents)
+        assert relay.ahead == 2 * targets * (len(cuts) + 1)
+        found = learned(target, relay, batches, accumulation=3)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), (cuts, targets)
+
+
+def slowed(relay: Relay, doing: Callable[[int, TokenRows], None]) -> Relay:
+    """Each share of the relay's first target does this before its work."""
+    spread = relay.sources[0].run
+    assert isinstance(spread, SpreadCapture)
+    run = spread.run
+
+    def slow(number: int, rows: TokenRows, hidden_BSD: Tensor | None) -> Tensor:
+        doing(number, rows)
+        return run(number, rows, hidden_BSD)
+
+    spread.run = slow  # type: ignore[method-assign]
+    return relay
+
+
+def test_shares_work_on_several_rows_at_once(toy_folder: ToyFolder) -> None:
+    """The time line proves it: while the second half of the layers has a row, the first half has the next one."""
+    trace, rows = Trace([CPU]), numbered_rows(8)
+    relay = slowed(spread_relay(toy_folder("llama"), (2,), targets=1, trace=trace), lambda number, rows: time.sleep(PIECE_S))
+    drive(relay, rows, learn_s=0.0)
+    spans = trace.spans()
+    by_lane = {lane: [replace(s, label=lane) for s in spans if s.lane == lane] for lane in ("capture 0.0", "capture 0.1")}
+    assert [len(found) for found in by_lane.values()] == [8, 8]
+    assert sum(s.label == "cross" for s in spans) == sum(s.label == "copy" for s in spans) == 8
+    assert overlap_ms([*by_lane["capture 0.0"], *by_lane["capture 0.1"]], "capture 0.0", "capture 0.1") > 0.6 * 7e3 * PIECE_S
+    crossed = [s for s in spans if s.label == "cross"]
+    for first, between, second in zip(by_lane["capture 0.0"], crossed, by_lane["capture 0.1"], strict=True):
+        assert first.end <= between.begin <= between.end <= second.begin
+
+
+def test_a_share_that_fails_or_stalls_is_named(toy_folder: ToyFolder) -> None:
+    def fail(number: int, rows: TokenRows) -> None:
+        if number == 1 and int(rows.row_ids_B[0]) == 3:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access .* \(features of rows \[3\], by capture 0\.0 "
+                       r"and then cross 0\.1 and then capture 0\.1"):
+        drive(slowed(spread_relay(toy_folder("llama"), (2,), targets=1, trace=None), fail), numbered_rows(8), learn_s=0.0)
+
+    def stall(number: int, rows: TokenRows) -> None:
+        time.sleep(4.0 if number == 1 and int(rows.row_ids_B[0]) == 2 else 0.0)
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^features of rows \[2\] did not come within .* 2 s: still at work: capture 0\.1 and "
+                       r"then copy$"):
+        drive(slowed(spread_relay(toy_folder("llama"), (2,), targets=1, trace=None), stall), numbered_rows(8), learn_s=0.0)
+    assert time.monotonic() - began < 3.5

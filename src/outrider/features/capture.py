@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from outrider.features.kernels import to_device
-from outrider.features.target import Target
+from outrider.features.target import Layers, Target
 from outrider.records import PADDING_DOCUMENT, Features, TokenRows
 
 MAX_PADDED_SHARE = 0.25  # of the tokens of one forward: below it a further document joins rather than starting a new one
@@ -23,7 +23,7 @@ TakeOutput = Callable[[int, Tensor], None]  # j, output [B, X, D] of the j-th ca
 
 
 @contextlib.contextmanager
-def captured_layers(target: Target, layer_ids: Sequence[int], *, stop_after_last: bool) -> Iterator[list[Tensor]]:
+def captured_layers(target: Layers, layer_ids: Sequence[int], *, stop_after_last: bool) -> Iterator[list[Tensor]]:
     """While open, each forward of the target fills the yielded list with the outputs `[B, X, D]` of `layer_ids`, in order."""
     outputs: list[Tensor] = []
     with handing_over(target, layer_ids, lambda j, output_BXD: outputs.append(output_BXD), stop_after_last=stop_after_last):
@@ -31,8 +31,8 @@ def captured_layers(target: Target, layer_ids: Sequence[int], *, stop_after_last
 
 
 @contextlib.contextmanager
-def handing_over(target: Target, layer_ids: Sequence[int], take: TakeOutput, *, stop_after_last: bool) -> Iterator[None]:
-    """While open, each forward of the target hands the outputs of `layer_ids` to `take`, as they come about.
+def handing_over(target: Layers, layer_ids: Sequence[int], take: TakeOutput, *, stop_after_last: bool) -> Iterator[None]:
+    """While open, each forward of the target hands the outputs of `layer_ids` to `take`, as they come about, on `target.device`.
 
     With `stop_after_last` the forward ends at the last of them, by an exception that the caller's forward must let pass
     through `run_to_last_layer`.
@@ -40,7 +40,7 @@ def handing_over(target: Target, layer_ids: Sequence[int], take: TakeOutput, *, 
 
     def keep(j: int) -> object:
         def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            take(j, output if isinstance(output, Tensor) else output[0])
+            take(j, (output if isinstance(output, Tensor) else output[0]).to(target.device))
             if j == len(layer_ids) - 1 and stop_after_last:
                 raise _LastCapturedLayer
         return hook
@@ -91,36 +91,40 @@ def bucket_by_length(documents: Sequence[Document], max_tokens: int) -> list[lis
     return groups
 
 
-def feature_buffer(target: Target, rows: TokenRows, layer_ids: Sequence[int]) -> Tensor:
+def feature_buffer(target: Layers, rows: TokenRows, layer_ids: Sequence[int]) -> Tensor:
     """An uninitialised buffer `[B, S, L * D]` for the features of `rows`, in the target's dtype on its device."""
     B, S = rows.input_ids_BS.shape
     return torch.empty(B, S, len(layer_ids) * target.facts.hidden_size, dtype=target.dtype, device=target.device)
 
 
 @torch.no_grad()
-def capture(target: Target, rows: TokenRows, layer_ids: Sequence[int], *, out_BSF: Tensor | None = None) -> Features:
+def capture(
+    target: Layers, rows: TokenRows, layer_ids: Sequence[int], *, hidden_BSD: Tensor | None = None, out_BSF: Tensor | None = None
+) -> Features:
     """The outputs of `layer_ids` for every token, concatenated: `[B, S, L * D]` in the target's dtype, 0 on padding.
 
     Each document is run on its own (documents of like length side by side, padded on the right, where a causal model does
     not look), so no document sees another, whatever the kind of its layers. No head, nothing after the last captured layer.
     The outputs are written into `out_BSF` (or a new buffer) as the layers give them. With `rows` on the CPU everything is
-    launched on the current stream of the target's device and nothing waits for it.
+    launched on the current stream of the target's device and nothing waits for it. With `hidden_BSD`, on that device too, the
+    layers begin from these hidden states instead of the tokens.
     """
     if out_BSF is None:
         out_BSF = feature_buffer(target, rows, layer_ids)
     out_BSLD = out_BSF.unflatten(-1, (len(layer_ids), -1))
     zero_padding(out_BSF, rows)
     for group in bucket_by_length(documents_of(rows.document_ids_BS), max_tokens=rows.input_ids_BS.numel()):
-        ids_GX = torch.zeros(len(group), group[0].length, dtype=torch.int64)
+        of_rows = rows.input_ids_BS if hidden_BSD is None else hidden_BSD
+        inputs_GX = of_rows.new_zeros(len(group), group[0].length, *of_rows.shape[2:])
         for g, document in enumerate(group):
-            ids_GX[g, : document.length] = rows.input_ids_BS[document.b, document.start : document.start + document.length]
+            inputs_GX[g, : document.length] = of_rows[document.b, document.start : document.start + document.length]
 
         def take(j: int, output_GXD: Tensor, group: list[Document] = group) -> None:
             for g, document in enumerate(group):
                 out_BSLD[document.b, document.start : document.start + document.length, j] = output_GXD[g, : document.length]
 
         with handing_over(target, layer_ids, take, stop_after_last=True):
-            run_to_last_layer(target, to_device(ids_GX, target.device))
+            run_to_last_layer(target, inputs_GX)
     return Features(out_BSF)
 
 
@@ -130,15 +134,12 @@ def zero_padding(out_BSF: Tensor, rows: TokenRows) -> None:
         out_BSF[b, length:] = 0
 
 
-def run_to_last_layer(target: Target, ids_GX: Tensor) -> None:
-    """Forward the decoder, without the head, until `captured_layers` stops it."""
-    with until_last_layer():
-        target.decoder(input_ids=ids_GX, use_cache=False)
-
-
-def until_last_layer() -> contextlib.AbstractContextManager[None]:
-    """Lets a forward inside it end where `handing_over` ends it."""
-    return contextlib.suppress(_LastCapturedLayer)
+def run_to_last_layer(target: Layers, inputs_GX: Tensor, **given: Any) -> None:
+    """Forward the decoder over token ids `[G, X]` (on any device) or hidden states `[G, X, D]`, without the head, until
+    `handing_over` stops it."""
+    name = "inputs_embeds" if inputs_GX.is_floating_point() else "input_ids"
+    with contextlib.suppress(_LastCapturedLayer):
+        target.decoder(**{name: to_device(inputs_GX, target.device)}, use_cache=False, **given)
 
 
 CaptureRows = Callable[[TokenRows], Features]
@@ -187,6 +188,11 @@ class FeatureSource:
         self.device = torch.device("cpu") if elsewhere else target.device
         self.run = run or (lambda rows: capture(target, rows, layer_ids))
         self._kept: Kept | None = None if keep == "no" else InMemory() if keep == "memory" else keep
+
+    @property
+    def keeps(self) -> bool:
+        """Whether rows are captured once and then only read."""
+        return self._kept is not None
 
     def features(self, rows: TokenRows, device: torch.device) -> Features:
         """Features of `rows`, `[B, S, F]` on `device`. Rows on the CPU cost no wait for the device (see `capture`)."""

@@ -8,7 +8,7 @@ from torch import nn
 from outrider.errors import UserError
 from outrider.features.capture import Document, capture, documents_of
 from outrider.features.fp8 import FINE, Fp8Linear, can_quantise, quantised
-from outrider.features.target import Target
+from outrider.features.target import Stretch, Target, join_up
 from outrider.progress import say
 from outrider.records import TokenRows
 
@@ -17,21 +17,26 @@ LEAST_CAPABILITY = (8, 9)  # whose matrix units take e4m3
 
 
 @torch.no_grad()
-def in_8_bits(target: Target, rows: TokenRows, layer_ids: Sequence[int], device: torch.device) -> tuple[Target, list[float]]:
-    """The target on `device`, the linear layers up to the last of `layer_ids` in 8 bits; and the relative error of each captured
-    layer, ||f8 - f|| / ||f||, over one document of `rows`.
+def in_8_bits(
+    target: Target, rows: TokenRows, layer_ids: Sequence[int], stretches: Sequence[Stretch]
+) -> tuple[Target, list[float]]:
+    """The target on the devices of `stretches`, which cover its layers in order, the linear layers up to the last of `layer_ids`
+    in 8 bits; and the relative error of each captured layer, ||f8 - f|| / ||f||, over one document of `rows`.
 
     One pass does all: each layer comes to the device as the document reaches it, and is 8 bits wide when the document has left
-    it, so that the device never holds more than one layer in full. `target` is used up. Raises UserError when the target or the
+    it, so that a device never holds more than one layer in full. `target` is used up. Raises UserError when the target or the
     device cannot.
     """
-    _check(target, device)
+    for stretch in stretches:
+        _check(target, stretch.device)
     document = one_document(rows)
-    target = _ends_to(target, device)
+    target = _ends_to(target, stretches[0].device)
+    join_up(target, stretches)
+    places = {target.layers[i]: stretch.device for stretch in stretches for i in stretch.layers}
     last = max(layer_ids)
     handles = []
     for layer in target.layers[: last + 1]:
-        handles.append(layer.register_forward_pre_hook(lambda layer, args: (layer.to(device), None)[1]))
+        handles.append(layer.register_forward_pre_hook(lambda layer, args: (layer.to(places[layer]), None)[1]))
         handles.append(layer.register_forward_hook(lambda layer, args, output: quantise_layer(layer)))
     try:
         exact = capture(target, document, layer_ids).values_BSF
@@ -39,7 +44,7 @@ def in_8_bits(target: Target, rows: TokenRows, layer_ids: Sequence[int], device:
         for handle in handles:
             handle.remove()
     for layer in target.layers[last + 1 :]:
-        layer.to(device)
+        layer.to(places[layer])
     eight = [module for layer in target.layers for module in layer.modules() if isinstance(module, Fp8Linear)]
     if not eight:
         raise UserError(f"features.precision = \"fp8\": {type(target.model).__name__} has no plain linear layer with sizes that "

@@ -17,11 +17,11 @@ from transformers import AttentionInterface
 from transformers.activations import SiLUActivation
 
 from outrider.errors import UserError
-from outrider.features.capture import feature_buffer, handing_over, until_last_layer, zero_padding
+from outrider.features.capture import feature_buffer, handing_over, run_to_last_layer, zero_padding
 from outrider.features.fp8 import Fp8Linear, gated_norm_in_8_bits, swiglu_in_8_bits
 from outrider.features.kernels import Bounds, attend, bounds_of, convolve, gated_delta_rule, to_device
 from outrider.features.projections import Projections, side_by_side
-from outrider.features.target import Target
+from outrider.features.target import Layers
 from outrider.records import Features, TokenRows
 
 ATTENTION = "outrider_packed"
@@ -100,7 +100,7 @@ class PackedCapture:
     """
 
     def __init__(
-        self, target: Target, layer_ids: Sequence[int], *, compiled: bool, backend: str | Callable[..., Any] = "inductor"
+        self, target: Layers, layer_ids: Sequence[int], *, compiled: bool, backend: str | Callable[..., Any] = "inductor"
     ) -> None:
         self.target, self.layer_ids = target, layer_ids
         self._parts: list[tuple[nn.Module, str, nn.Module]] = []  # layer, name of its part, what stands in for it
@@ -117,7 +117,7 @@ class PackedCapture:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def __call__(self, rows: TokenRows, *, out_BSF: Tensor | None = None) -> Features:
+    def __call__(self, rows: TokenRows, *, hidden_BSD: Tensor | None = None, out_BSF: Tensor | None = None) -> Features:
         """As `capture.capture`, of rows on the CPU: launched on the current stream, and nothing waits for it."""
         target = self.target
         if out_BSF is None:
@@ -130,11 +130,10 @@ class PackedCapture:
         def take(j: int, output_1XD: Tensor) -> None:
             out_XLD[:, j] = output_1XD[0]
 
-        with self._packed(), handing_over(target, self.layer_ids, take, stop_after_last=True), until_last_layer():
-            target.decoder(
-                input_ids=to_device(rows.input_ids_BS.flatten()[None], target.device), position_ids=since_start_X[None],
-                use_cache=False, since_start_X=since_start_X, **_marked(bounds),
-            )
+        inputs_BS = rows.input_ids_BS if hidden_BSD is None else hidden_BSD
+        with self._packed(), handing_over(target, self.layer_ids, take, stop_after_last=True):
+            run_to_last_layer(target, inputs_BS.flatten(0, 1)[None], position_ids=since_start_X[None],
+                              since_start_X=since_start_X, **_marked(bounds))
         zero_padding(out_BSF, rows)
         return Features(out_BSF)
 
@@ -182,7 +181,7 @@ def documents_end_to_end(document_ids_BS: Tensor) -> tuple[Tensor, Tensor]:
     return lengths_N, torch.arange(B * S) - starts_N.repeat_interleave(lengths_N)
 
 
-def check_can_pack(layer: nn.Module, kind: str, target: Target) -> None:
+def check_can_pack(layer: nn.Module, kind: str, target: Layers) -> None:
     """Raises UserError when documents side by side would not stay apart, or not be fast, in this layer of this `kind`."""
     name = type(layer).__name__
     if kind not in KINDS:

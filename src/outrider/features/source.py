@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from outrider.features.eight_bit import in_8_bits
 from outrider.features.guards import open_kernel_cache
 from outrider.features.packed import PackedCapture
 from outrider.features.served import ServedCapture, Service
+from outrider.features.spread import RunShare, SpreadCapture, shares_of
 from outrider.features.startcheck import check_capture, check_delta_kernel
 from outrider.features.store import FeatureStore, StoreInfo
-from outrider.features.target import Target, load_target
+from outrider.features.target import Layers, Stretch, Target, load_target
 from outrider.progress import say
 from outrider.records import Features, TokenRows
 
@@ -26,11 +28,14 @@ REFERENCE = "the reference, slow"
 
 @dataclass(frozen=True)
 class Order:
-    """Which features: of `layer_ids` of the target at `path`, loaded in `dtype` on `device`; none after `last_layer`."""
+    """Which features: of `layer_ids` of the target at `path`, loaded in `dtype` on `device`; none after `last_layer`.
+
+    `device`: one, or the stretches of a target that is spread over several.
+    """
 
     path: str
     dtype: str
-    device: str
+    device: str | tuple[Stretch, ...]
     layer_ids: tuple[int, ...]
     last_layer: int | None
 
@@ -81,20 +86,29 @@ def open_served(
 
 def open_source(order: Order, settings: FeaturesConfig, first_row: TokenRows, provenance: Provenance) -> FeatureSource:
     """Load the target and check its capture on `first_row` (B = 1); say which kernels run. Raises UserError."""
-    device = torch.device(order.device)
-    if device.type == "cuda":
+    spread = () if isinstance(order.device, str) else order.device
+    devices = list(dict.fromkeys(part.device for part in spread)) or [torch.device(order.device)]  # type: ignore[arg-type]
+    if devices[0].type == "cuda":
         say(f"kernel cache: {open_kernel_cache(settings.kernel_cache)}")
     eight = settings.precision == "fp8"
     target = load_target(order.path, dtype=order.dtype, device="cpu" if eight else order.device, last_layer=order.last_layer,
                          head=True)
-    say_kernels(target.attention, target.facts.layer_kinds, settings, device)
+    for device in devices:
+        say_kernels(target.attention, target.facts.layer_kinds, settings, device)
     if target.facts.quantised is not None:
         say(f"target: its weights are quantised ({target.facts.quantised}); features come from them as transformers runs them")
     if eight:
-        target, _ = in_8_bits(target, first_row, order.layer_ids, device)
-    run = capture_in(settings.documents, target, order.layer_ids)
-    if device.type == "cuda" and "linear_attention" in target.facts.layer_kinds and _installed("fla"):
-        check_delta_kernel(device)
+        everywhere = Stretch(devices[0], range(len(target.layers)))
+        target, _ = in_8_bits(target, first_row, order.layer_ids, spread or (everywhere,))
+    run: CaptureRows
+    if spread:
+        shares = shares_of(target, spread, order.layer_ids)
+        run = SpreadCapture(target, shares, [capture_in(settings.documents, share, share.layer_ids) for share in shares])
+    else:
+        run = capture_in(settings.documents, target, order.layer_ids)
+    for device in devices:
+        if device.type == "cuda" and "linear_attention" in target.facts.layer_kinds and _installed("fla"):
+            check_delta_kernel(device)
     check_capture(target, run, first_row, order.layer_ids)
     keep: str | Kept = settings.keep
     if settings.keep == "disk":
@@ -102,11 +116,11 @@ def open_source(order: Order, settings: FeaturesConfig, first_row: TokenRows, pr
     return FeatureSource(target, order.layer_ids, keep=keep, run=run)  # type: ignore[arg-type]
 
 
-def capture_in(documents: str, target: Target, layer_ids: Sequence[int]) -> CaptureRows:
+def capture_in(documents: str, target: Layers, layer_ids: Sequence[int]) -> RunShare:
     """The way of capture that `features.documents` names; the packed one is compiled on a GPU, unless layers are others' own."""
     if documents == "packed":
         return PackedCapture(target, layer_ids, compiled=target.device.type == "cuda" and target.facts.quantised is None)
-    return lambda rows: capture(target, rows, layer_ids)
+    return partial(capture, target, layer_ids=layer_ids)
 
 
 def say_kernels(attention: str, layer_kinds: Sequence[str], settings: FeaturesConfig, device: torch.device) -> None:

@@ -55,7 +55,7 @@ def logits_from(target: Target, captured_1XD: Tensor, after: int) -> Tensor:
     nexts: list[nn.Module] = [*target.layers, target.decoder.norm]  # type: ignore[list-item]
 
     def replace_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (captured_1XD, *args[1:])
+        return (captured_1XD.to(args[0].device), *args[1:])
 
     handle = nexts[after + 1].register_forward_pre_hook(replace_input)
     try:

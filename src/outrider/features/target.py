@@ -2,13 +2,14 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import transformers
+from accelerate.hooks import remove_hook_from_submodules  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -44,10 +45,38 @@ class Ends:
         return self.embedding(ids_X)
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive layers of a target, by number, and the device that they stand on."""
+
+    device: torch.device
+    layers: range
+
+
+class Layers(Protocol):
+    """Consecutive layers that `decoder` runs one after another, `facts` of them: a target's, or a share of them."""
+
+    @property
+    def decoder(self) -> nn.Module: ...
+
+    @property
+    def layers(self) -> nn.ModuleList: ...
+
+    @property
+    def facts(self) -> TargetFacts: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
 class Target:
     """A frozen causal language model and the parts of it that drafting needs.
 
-    `layers` may end early (see `load_target`); `facts` are always those of the whole.
+    `layers` may end early (see `load_target`); `facts` are always those of the whole. `device`: of its two ends, and of all its
+    layers unless it is spread.
     """
 
     def __init__(self, model: PreTrainedModel, facts: TargetFacts) -> None:
@@ -187,9 +216,12 @@ def find_ends(model: PreTrainedModel, facts: TargetFacts) -> Ends:
     return Ends(embedding, FrozenHead(weight_VD=head.weight.detach(), softcap=facts.softcap))
 
 
-def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, head: bool) -> Target:
+def load_target(
+    path: str, *, dtype: str, device: str | Sequence[Stretch], last_layer: int | None, head: bool
+) -> Target:
     """Load a target, frozen, in `dtype` straight to `device`, and check that its logits are head(final norm(last layer)).
 
+    `device`: one for all, or stretches that cover the layers in order, whose first device gets everything but layers too.
     `last_layer`: the layers after it are neither read nor made (None loads all of them). Without `head` the target cannot
     answer or lend its ends, only capture. Raises UserError when the folder is missing or damaged or the architecture is not
     supported.
@@ -206,7 +238,7 @@ def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, h
         transformers.logging.set_verbosity_error()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=DTYPES[dtype], device_map=None if device == "cpu" else {"": device},
+            path, config=config, dtype=DTYPES[dtype], device_map=_device_map(device, config, path),
             output_loading_info=True, use_safetensors=True, attn_implementation="eager" if capped else None,
             **code_of(path),
         )
@@ -222,6 +254,9 @@ def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, h
     # generate() would mix the published sampling defaults (a repetition penalty, a top_k) into what we call greedy or sampled
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     target = Target(model, facts)
+    if not isinstance(device, str):
+        _without_hooks(model)
+        join_up(target, device)
     try:
         check_head(target)
     except ImportError as error:  # quantised layers ask for their kernels when they first run
@@ -234,6 +269,62 @@ def load_target(path: str, *, dtype: str, device: str, last_layer: int | None, h
 def load_ends(path: str, *, dtype: str, device: str) -> Ends:
     """The target's embedding and head alone, on `device`: a target of no layers. Raises UserError as `load_target` does."""
     return load_target(path, dtype=dtype, device=device, last_layer=-1, head=True).ends
+
+
+def _device_map(device: str | Sequence[Stretch], config: PreTrainedConfig, path: str) -> dict[str, Any] | None:
+    """Where each part of the model goes, by its name, as transformers takes it; None for the CPU."""
+    if isinstance(device, str):
+        return None if device == "cpu" else {"": device}
+    if len({stretch.device for stretch in device}) == 1:
+        return _device_map(str(device[0].device), config, path)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, **code_of(path))
+    layers = cast(nn.ModuleList, find_decoder(empty).layers)
+    places = {layers[i]: stretch.device for stretch in device for i in stretch.layers}
+    return dict(_places("", empty, places, device[0].device))
+
+
+def _places(
+    name: str, module: nn.Module, places: dict[nn.Module, torch.device], rest: torch.device
+) -> Iterator[tuple[str, torch.device]]:
+    """A module's place, or those of its parts where it holds some of `places` further down."""
+    within = [child for child in module.modules() if child in places]
+    if not within or module in places:
+        yield name, places.get(module, rest)
+        return
+    for part, child in module.named_children():
+        yield from _places(f"{name}.{part}" if name else part, child, places, rest)
+
+
+def _without_hooks(model: nn.Module) -> None:
+    """Take off what accelerate puts on every module where a device map names several: `join_up` asks for less."""
+    remove_hook_from_submodules(model)
+    for module in model.modules():  # it leaves their own forward on each module, as if a library had put one there
+        if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+            del module.forward
+
+
+def join_up(target: Target, stretches: Sequence[Stretch]) -> None:
+    """Let a target whose layers stand on these stretches run as one model: what comes to a layer, and to the final norm, is
+    brought to its device first. The plain way, one layer after another; `spread.SpreadCapture` is the fast one."""
+    if len({stretch.device for stretch in stretches}) == 1:
+        return
+    for stretch in stretches:
+        for i in stretch.layers:
+            target.layers[i].register_forward_pre_hook(_bring_to(stretch.device), with_kwargs=True)
+    cast(nn.Module, target.decoder.norm).register_forward_pre_hook(_bring_to(target.device), with_kwargs=True)
+
+
+def _bring_to(device: torch.device) -> Any:
+    """A forward pre-hook that moves tensors, alone and in tuples, lists and dictionaries; caches keep to their layers."""
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        if isinstance(value, tuple | list):
+            return type(value)(map(moved, value))
+        return {key: moved(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    return lambda module, args, kwargs: (moved(args), moved(kwargs))
 
 
 def _cut(config: PreTrainedConfig, num_layers: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from outrider.config import DType, RunConfig
@@ -20,7 +21,8 @@ class Job:
 
     `rows` of `row_length` tokens a micro-batch with `anchors` blocks each, `accumulation` of them a step, shared out over
     `replicas` learners. `sharded`: each holds its part of masters, gradients and moments (FSDP2), else all of them (DDP).
-    `packed`: capture takes whole rows, its layers compiled.
+    `packed`: capture takes whole rows, its layers compiled. `cuts`: of a target that is spread over several cards, the first
+    layer of each but the first.
     """
 
     drafter: DrafterShape
@@ -44,6 +46,7 @@ class Job:
     whole_target: bool
     replicas: int
     sharded: bool
+    cuts: tuple[int, ...] = ()  # a record of before targets were spread has none
 
     @property
     def micro_batches(self) -> int:
@@ -106,6 +109,16 @@ class Job:
     def captured(self) -> int:
         """Target layers that capture runs: up to the last captured one."""
         return self.drafter.target_layer_ids[-1] + 1
+
+    @property
+    def loaded(self) -> int:
+        """Target layers that stand on the capture cards."""
+        return len(self.target.layers) if self.whole_target else self.captured
+
+    @property
+    def capture_ranges(self) -> tuple[range, ...]:
+        """The layers on each card of a target."""
+        return tuple(range(first, after) for first, after in pairwise((0, *self.cuts, self.loaded)))
 
     def shard(self, elements: int) -> int:
         return -(-elements // self.replicas) if self.sharded else elements

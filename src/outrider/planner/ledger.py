@@ -11,7 +11,7 @@ from outrider.planner import lines as at
 from outrider.planner.drafter_lines import drafter_lines
 from outrider.planner.job import Job
 from outrider.planner.lines import Line, Role, alive_in, lay, outside
-from outrider.planner.target_lines import target_lines
+from outrider.planner.target_lines import capture_lines, ends_and_features
 
 MIB = 2**20
 CUDA_CONTEXT = 560 * MIB  # per process and device
@@ -24,11 +24,19 @@ GAPS = 0.25
 
 @dataclass(frozen=True)
 class DeviceLedger:
-    """One device: who works there, its lines, the allocated bytes of each phase."""
+    """One device: who works there, its lines, the allocated bytes of each phase. `layers`: of a target that is spread, those it
+    holds."""
 
     roles: tuple[Role, ...]
     lines: tuple[Line, ...]
     by_phase: dict[str, int]
+    layers: range | None = None
+
+    @property
+    def role(self) -> str:
+        """What the device does, in words."""
+        words = " and ".join(self.roles)
+        return words if self.layers is None else f"{words}, layers {self.layers[0]} to {self.layers[-1]}"
 
     @property
     def peak_phase(self) -> str:
@@ -56,20 +64,25 @@ class DeviceLedger:
 
 def colocated(job: Job) -> DeviceLedger:
     """One device that captures and learns."""
-    lines = [*target_lines(job, colocated=True), *drafter_lines(job)]
-    return _device(job, lines, ("capture", "learn"))
+    target = capture_lines(job, range(job.loaded), colocated=True)
+    return _device(job, [*target, *ends_and_features(job, colocated=True), *drafter_lines(job)], ("capture", "learn"))
 
 
 def learner(job: Job) -> DeviceLedger:
     """A device that only learns: drafter, optimizer, and the target's embedding and head."""
-    lines = [item for item in target_lines(job, colocated=False) if item.role == "learn"]
-    return _device(job, [*lines, *drafter_lines(job)], ("learn",))
+    return _device(job, [*ends_and_features(job, colocated=False), *drafter_lines(job)], ("learn",))
+
+
+def capturers(job: Job) -> tuple[DeviceLedger, ...]:
+    """The devices of one target that only run it, up to the last captured layer: one, or as many as it is spread over."""
+    found = [_device(job, capture_lines(job, layers, colocated=False), ("capture",)) for layers in job.capture_ranges]
+    return tuple(replace(ledger, layers=layers if job.cuts else None)
+                 for ledger, layers in zip(found, job.capture_ranges, strict=True))
 
 
 def capturer(job: Job) -> DeviceLedger:
-    """A device that only runs the target up to the last captured layer."""
-    lines = [item for item in target_lines(job, colocated=False) if item.role == "capture"]
-    return _device(job, lines, ("capture",))
+    """The fullest device of one target."""
+    return max(capturers(job), key=lambda ledger: ledger.device_used_bytes)
 
 
 def host(job: Job) -> tuple[Line, ...]:

@@ -75,7 +75,7 @@ def verdict(plan: Plan) -> str:
                 f"tokens/s ({plan.tokens_per_s:,.0f} row tokens/s)")
     fullest = min(plan.devices, key=lambda device: device.headroom)
     line = telling_line(fullest.ledger)
-    return (f"{named}: does not fit, {-plan.headroom / GIB:.1f} GiB too much on the {role_of(fullest)} card in "
+    return (f"{named}: does not fit, {-plan.headroom / GIB:.1f} GiB too much on the {fullest.ledger.role} card in "
             f"'{fullest.ledger.peak_phase}', most of all '{line.name}', {line.bytes / GIB:.1f} GiB ({line.bytes:,} bytes) = "
             f"{line.formula}")
 
@@ -86,14 +86,10 @@ def telling_line(ledger: DeviceLedger) -> Line:
     return next((line for line in at_peak if line.lifetime != "whole run"), at_peak[0])
 
 
-def role_of(device: DevicePlan) -> str:
-    return " and ".join(device.ledger.roles)
-
-
 def _device(device: DevicePlan, *, explain: bool) -> dict[str, Any]:
     ledger, line = device.ledger, telling_line(device.ledger)
     return {
-        "name": device.gpu.name, "role": role_of(device), "count": device.count, "usable_bytes": device.gpu.usable_bytes,
+        "name": device.gpu.name, "role": ledger.role, "count": device.count, "usable_bytes": device.gpu.usable_bytes,
         "peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase, "device_used_bytes": ledger.device_used_bytes,
         "standing_bytes": ledger.standing_bytes, "headroom_bytes": device.headroom, "groups_at_peak": groups(device),
         "largest_at_peak": {"name": line.name, "formula": line.formula, "bytes": line.bytes},

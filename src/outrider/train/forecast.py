@@ -1,17 +1,20 @@
 """Takes a resolved run and the card it is to learn on, gives the memory foreseen, and refuses what cannot fit; runs nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from outrider.errors import UserError
 from outrider.features.eight_bit import LEAST_CAPABILITY
+from outrider.features.target import Stretch
 from outrider.planner.job import Job
-from outrider.planner.ledger import DeviceLedger, capturer, colocated, host, learner, ledger_of
-from outrider.planner.plan import nearest_that_fits
+from outrider.planner.ledger import DeviceLedger, capturers, colocated, host, learner, ledger_of
+from outrider.planner.plan import coarser_features, nearest_that_fits
 from outrider.planner.run import grouped, job_from, telling_line
+from outrider.planner.spread import MOST_CARDS, evenly, goes_onto, spread_over
 from outrider.progress import say
 from outrider.train.placement import Devices
 from outrider.train.resolve import Resolved
@@ -83,14 +86,38 @@ def foresee(resolved: Resolved, devices: Devices, card_of: CardOf, *, row_length
     except UserError as error:
         say(f"memory: not planned: {error}")
         return None
-    for device in devices.capture:
-        if capture_card := card_of(device):
-            _check(job, capturer(job), capture_card)
+    for cards in devices.targets if devices.capture else ():
+        known = [capture_card for device in cards if (capture_card := card_of(device))]
+        if known:
+            least = min(known, key=lambda card: card.allowed_bytes)
+            spread = spread_over(job, len(cards), least.allowed_bytes)
+            for ledger, capture_card in zip(capturers(spread), known, strict=len(known) == len(cards)):
+                _check(spread, ledger, capture_card)
     ledger = learner(job) if job.prefetch else colocated(job)
     _check(job, ledger, card)
     say(f"memory: predicted {ledger.peak_bytes / GIB:.2f} GiB at the peak of {card.allowed_bytes / GIB:.1f} on {card.name}, "
         f"{sum(line.bytes for line in host(job)) / GIB:.2f} on the host for checkpoints")
     return Forecast(job, ledger, card)
+
+
+def stretches_of(
+    resolved: Resolved, devices: Sequence[torch.device], *, whole: bool, card_of: CardOf, row_length: int
+) -> tuple[Stretch, ...]:
+    """The layers that each of a target's `devices` is to hold, `whole` or up to the last captured one. Raises UserError.
+
+    A target whose layers the ledger does not know is shared out by their number.
+    """
+    allowed = [card.allowed_bytes for device in devices if (card := card_of(device))]
+    try:
+        job = replace(job_from(resolved.config, resolved.shape, row_length=row_length, suppositions=()), prefetch=True)
+    except UserError:
+        count = resolved.shape.num_target_layers if whole else resolved.shape.target_layer_ids[-1] + 1
+        ranges = tuple(range(a, b) for a, b in pairwise((0, *evenly((1.0,) * count, len(devices), 0.0), count)))
+    else:
+        ranges = spread_over(replace(job, whole_target=whole), len(devices), min(allowed, default=None)).capture_ranges
+    told = ", ".join(f"{layers[0]} to {layers[-1]} on {device}" for device, layers in zip(devices, ranges, strict=True))
+    say(f"target: its layers are spread over {len(devices)} devices: {told}")
+    return tuple(Stretch(device, layers) for device, layers in zip(devices, ranges, strict=True))
 
 
 def _placed(resolved: Resolved, devices: Devices, *, row_length: int, replicas: int) -> Job:
@@ -111,26 +138,30 @@ def _check(job: Job, ledger: DeviceLedger, card: Card) -> None:
 
 
 def _target_elsewhere(job: Job, ledger: DeviceLedger, card: Card) -> str:
-    """What is left where no change on this card helps: the target on a card of its own, or in an engine that serves it."""
-    def fits(found: DeviceLedger) -> bool:
-        return found.device_used_bytes <= card.allowed_bytes
-
-    if "capture" not in ledger.roles or not fits(learner(job)):
+    """What is left where no change on this card helps: the target on cards of its own, or in an engine that serves it."""
+    if "learn" in ledger.roles and learner(job).device_used_bytes > card.allowed_bytes:
         return "see outrider plan"
-    if "learn" in ledger.roles:
-        if fits(capturer(job)):
-            return "with the target on a card of its own it does: --set placement.capture_cards=1"
-        if card.fp8 and fits(capturer(replace(job, fp8=True))):
-            return ("with the target in 8 bits on a card of its own it does: --set placement.capture_cards=1 --set "
-                    "features.precision=fp8")
-    return ("one target is not spread over several cards here: serve it with an engine that does, and set features.server "
-            "(docs/placement.md)")
+    ways = (({}, job), *coarser_features(job, fp8=card.fp8))
+    for cards in range(1, MOST_CARDS + 1):
+        for changes, changed in ways:
+            if not goes_onto(replace(changed, prefetch=True), cards, card.allowed_bytes):
+                continue
+            where = "on a card of its own" if cards == 1 else f"spread over {cards} cards of its own"
+            spread = {"placement.cards_per_target": cards} if cards > 1 else {}
+            settings = {"placement.capture_cards": cards, **spread, **changes}
+            return (f"with the target {'in 8 bits ' if changes else ''}{where} it does: "
+                    + " ".join(f"--set {key}={value}" for key, value in settings.items()))
+    return (f"no target of its size goes onto {MOST_CARDS} cards such as this one: serve it with an engine that spreads it "
+            "further, and set features.server (docs/placement.md)")
 
 
 def _refusal(job: Job, ledger: DeviceLedger, card: Card) -> str:
     line = telling_line(ledger)
-    nearest = nearest_that_fits(job, card.allowed_bytes, fp8=card.fp8,
-                                ledger_of=lambda changed: ledger_of(changed, ledger.roles))
+
+    def again(changed: Job) -> DeviceLedger:
+        return ledger_of(spread_over(changed, len(changed.capture_ranges), card.allowed_bytes), ledger.roles)
+
+    nearest = nearest_that_fits(job, card.allowed_bytes, fp8=card.fp8, ledger_of=again)
     if nearest is None:
         way_out = f"nothing near it fits: {_target_elsewhere(job, ledger, card)}"
     else:

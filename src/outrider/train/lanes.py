@@ -4,6 +4,7 @@ A lane is a queue of a device: a CUDA stream, a thread where the device is the C
 runs in order, lanes run side by side, and only what is named in `after` is waited for, by the device itself on CUDA.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,8 +29,8 @@ class Job(Protocol):
     def follow(self, timeout_s: float) -> None:
         """Make the caller's own queue wait for it: the current stream, or on a CPU the caller itself (see `wait`)."""
 
-    def wait(self, timeout_s: float) -> None:
-        """Make the host wait. Raises what the work raised, TimeoutError."""
+    def wait(self, timeout_s: float | None) -> None:
+        """Make the host wait, None: as long as it takes. Raises what the work raised, TimeoutError."""
 
     def done(self) -> bool:
         """Has it ended?"""
@@ -114,10 +115,10 @@ class StreamJob:
     def follow(self, timeout_s: float) -> None:
         torch.cuda.current_stream().wait_event(self.event)
 
-    def wait(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait(self, timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.event.query():
-            if time.monotonic() > deadline:
+            if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError
             time.sleep(POLL_S)
 
@@ -137,7 +138,7 @@ class ThreadJob:
     def follow(self, timeout_s: float) -> None:
         self.future.result(timeout_s)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         self.future.result(timeout_s)
 
     def done(self) -> bool:
@@ -156,7 +157,7 @@ class DoneJob:
     def follow(self, timeout_s: float) -> None:
         pass
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         pass
 
     def done(self) -> bool:
@@ -164,18 +165,27 @@ class DoneJob:
 
 
 class StreamLane:
-    """A stream of its own on a CUDA device; the caller's thread launches, one row ahead: learning is launched then, not done."""
+    """A stream of its own on a CUDA device; the caller's thread launches, one row ahead: learning is launched then, not done.
+
+    A copy is run by the device it comes from: on each of `sources` it has a stream of its own as well, or copies that wait would
+    hold up one another there. What another thread gives is waited for `timeout_s` at most, by the caller.
+    """
 
     ahead = 1
 
-    def __init__(self, name: str, device: torch.device, trace: Trace | None) -> None:
-        self.name, self.device, self.trace = name, device, trace
+    def __init__(
+        self, name: str, device: torch.device, trace: Trace | None, *, timeout_s: float, sources: Sequence[torch.device] = ()
+    ) -> None:
+        self.name, self.device, self.trace, self.timeout_s = name, device, trace, timeout_s
         self._stream = torch.cuda.Stream(device)
+        self._others = [torch.cuda.Stream(other) for other in dict.fromkeys(sources) if other.type == "cuda" and other != device]
 
     def launch(self, label: str, work: Work, after: Sequence[Job]) -> Job:
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with contextlib.ExitStack() as streams:
+            for stream in (*self._others, self._stream):  # the last one's device becomes the current one
+                streams.enter_context(torch.cuda.stream(stream))
             for job in after:
-                job.follow(0.0)
+                job.follow(self.timeout_s)
             begin = self.trace.begin(self.device) if self.trace else None
             result = work()
             if self.trace:
@@ -197,7 +207,7 @@ class ThreadLane:
     def launch(self, label: str, work: Work, after: Sequence[Job]) -> Job:
         def run() -> Tensor:
             for job in after:
-                job.value()
+                job.wait(None)
             begin = self.trace.begin(self.device) if self.trace else None
             result = work()
             if self.trace:
@@ -225,9 +235,13 @@ class OwnLane:
         return DoneJob(result)
 
 
-def side_lane(name: str, device: torch.device, trace: Trace | None) -> Lane:
-    """A lane beside the caller's own queue."""
-    return StreamLane(name, device, trace) if device.type == "cuda" else ThreadLane(name, device, trace)
+def side_lane(
+    name: str, device: torch.device, trace: Trace | None, *, timeout_s: float, sources: Sequence[torch.device] = ()
+) -> Lane:
+    """A lane beside the caller's own queue (see StreamLane)."""
+    if device.type == "cuda":
+        return StreamLane(name, device, trace, timeout_s=timeout_s, sources=sources)
+    return ThreadLane(name, device, trace)
 
 
 def moment(device: torch.device) -> Job:

@@ -18,16 +18,28 @@ from outrider.config import PlacementConfig, RunConfig
 from outrider.errors import RunFailure, UserError
 from outrider.features.capture import FeatureSource
 from outrider.records import Features, TokenRows
+from outrider.train.chains import Chain, Jobs, OneLane, chain_of
 from outrider.train.lanes import Job, Lane, OwnLane, Stamp, Trace, moment, side_lane
 from outrider.train.processes import Place
 
 
 @dataclass(frozen=True)
 class Devices:
-    """One process's devices: `learn` has the drafter, `capture` the target(s); none there: the target is on `learn` too."""
+    """One process's devices: `learn` has the drafter, `capture` the target(s); none there: the target is on `learn` too.
+
+    `per_target` of `capture`, in order, hold one target.
+    """
 
     learn: torch.device
     capture: tuple[torch.device, ...]
+    per_target: int = 1
+
+    @property
+    def targets(self) -> list[tuple[torch.device, ...]]:
+        """The devices of each target."""
+        if not self.capture:
+            return [(self.learn,)]
+        return [self.capture[first : first + self.per_target] for first in range(0, len(self.capture), self.per_target)]
 
     @property
     def all(self) -> list[torch.device]:
@@ -46,7 +58,7 @@ def find_devices(name: str, placement: PlacementConfig, place: Place) -> Devices
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"train.device = {name!r}: not supported: use 'cpu' or 'cuda'")
     if device.type == "cpu":
-        return Devices(device, (device,) * placement.capture_cards)
+        return Devices(device, (device,) * placement.capture_cards, placement.cards_per_target)
     if device.index is not None and place.count > 1:
         raise UserError(f"train.device = {name!r}: names one card, and {place.count} processes need one each: use 'cuda'")
     each = 1 + placement.capture_cards
@@ -57,7 +69,7 @@ def find_devices(name: str, placement: PlacementConfig, place: Place) -> Devices
                         f"number {first} on, and {found} CUDA devices were found here: start fewer processes, lower "
                         "placement.capture_cards, or use 'cpu'")
     cards = [torch.device("cuda", first + i) for i in range(each)]
-    return Devices(cards[0], tuple(cards[1:]))
+    return Devices(cards[0], tuple(cards[1:]), placement.cards_per_target)
 
 
 def process_count(config: RunConfig, *, gpus: int | None, processes: int | None, started: Place | None) -> int:
@@ -90,7 +102,7 @@ class Turns:
         self._lock, self._timeout_s = lock, timeout_s
 
     @contextlib.contextmanager
-    def turn(self, jobs: list[Job]) -> Iterator[None]:
+    def turn(self, jobs: Jobs) -> Iterator[None]:
         """Hold the turn until what the body adds to `jobs` is done."""
         if self._lock is None:
             yield
@@ -98,7 +110,7 @@ class Turns:
         with self._lock.open("w") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
-            for job in jobs:
+            for job in jobs.values():
                 job.wait(self._timeout_s)
 
 
@@ -110,34 +122,36 @@ def open_turns(placement: PlacementConfig, meeting: str) -> Turns:
 
 @dataclass
 class Parcel:
-    """The features of some rows on their way: the last of `jobs` gives them, on the device of `lane`."""
+    """The features of some rows on their way: by the jobs of `chain`, and by that of a copy to the learning device once begun."""
 
     rows: TokenRows
-    lane: Lane
-    jobs: dict[str, Job]  # by lane, in order
+    chain: Chain
+    jobs: Jobs
+    copied: Job | None = None
 
     @property
     def job(self) -> Job:
-        return list(self.jobs.values())[-1]
+        """The last so far."""
+        return self.copied or list(self.jobs.values())[-1]
 
 
 class Relay:
     """Brings features to the learning device, captured ahead of time where the targets have lanes of their own.
 
-    Rows go to the sources in turn. A lane's tensors are let go of only when the lane has been made to wait for whoever read
-    them, so the allocator can give their memory to the lane's next work and no more than one tensor a lane stands beside the
-    one in use.
+    Rows go to the targets in turn. A chain's tensors are let go of only when its lanes have been made to wait for whoever read
+    them, so the allocator can give their memory to the lanes' next work, and no more than one tensor a lane stands beside the
+    ones in use.
     """
 
     def __init__(
-        self, sources: Sequence[FeatureSource], lanes: Sequence[Lane], crossing: Lane | None, *, learn: torch.device,
+        self, sources: Sequence[FeatureSource], chains: Sequence[Chain], copying: Lane | None, *, learn: torch.device,
         turns: Turns, timeout_s: int, trace: Trace | None,
     ) -> None:
-        """`crossing`: the lane that copies to `learn`, None where features are made on `learn` itself."""
+        """`copying`: the lane that copies to `learn`, None where features are made on `learn` itself."""
         self.sources, self.learn, self.turns, self.timeout_s, self.trace = sources, learn, turns, timeout_s, trace
-        self.ahead = sum(lane.ahead for lane in lanes)
-        self._lanes, self._crossing = lanes, crossing
-        self._read: dict[str, Job] = {}  # by lane: what last read its tensors, to be followed before they go
+        self.ahead = sum(chain.ahead for chain in chains)
+        self._chains, self._copying = chains, copying
+        self._read: dict[str, Job] = {}  # by chain, and of the copies: what last read its tensors, to be followed before they go
         self._coming: deque[Parcel] = deque()
         self._present: Parcel | None = None
         self._launched = 0
@@ -150,13 +164,14 @@ class Relay:
             self.mark("update")
         self._summed = False
         if self._present is not None:
-            self._read[self._present.lane.name] = moment(self.learn)
+            owner = self._copying if self._present.copied and self._copying else self._present.chain
+            self._read[owner.name] = moment(self.learn)
             self._present = None
         if not self._coming:
             self._launch(rows)
-        parcel = self._bring(self._coming.popleft())
+        parcel = self._present = self._coming.popleft()
+        self._bring(parcel)
         assert parcel.rows is rows, "rows are asked for in the order in which they were expected"
-        self._present = parcel
         with self._first_cause(parcel):
             parcel.job.follow(self.timeout_s)
             values = parcel.job.value().to(self.learn, non_blocking=True)  # nothing to do but for what was captured elsewhere
@@ -164,12 +179,12 @@ class Relay:
         return Features(values)
 
     def expect(self, coming: Sequence[TokenRows]) -> None:
-        """Begin with the capture of `coming`, and with the crossing of the first; then see that the present ones have come."""
+        """Begin with the capture of `coming`, and with the copy of the first; then see that the present ones have come."""
         self.mark("learn")
         for rows in coming[len(self._coming):]:
             self._launch(rows)
         if self._coming:
-            self._coming[0] = self._bring(self._coming[0])
+            self._bring(self._coming[0])
         if self._present is not None:
             with self._first_cause(self._present):
                 self._present.job.wait(self.timeout_s)
@@ -194,38 +209,38 @@ class Relay:
             self._since = self.trace.end("learn", label, self._since)
 
     def _launch(self, rows: TokenRows) -> None:
-        number = self._launched % len(self.sources)
-        source, lane = self.sources[number], self._lanes[number]
-        after = [self._read.pop(lane.name)] if lane.name in self._read else []
-        jobs: list[Job] = []
-        with self.turns.turn(jobs):
-            jobs.append(lane.launch("capture", lambda: source.features(rows, source.device).values_BSF, after))
-        self._coming.append(Parcel(rows, lane, {lane.name: jobs[0]}))
+        chain = self._chains[self._launched % len(self._chains)]
+        parcel = Parcel(rows, chain, {})
+        after = [self._read.pop(chain.name)] if chain.name in self._read else []
+        with self._first_cause(parcel), self.turns.turn(parcel.jobs):
+            chain.launch(rows, after, parcel.jobs)
+        self._coming.append(parcel)
         self._launched += 1
 
-    def _bring(self, parcel: Parcel) -> Parcel:
-        """The parcel on the learning device: itself, or a copy that is launched now."""
-        crossing = self._crossing
-        if crossing is None or parcel.lane is crossing:
-            return parcel
-        after = [parcel.job, *([self._read.pop(crossing.name)] if crossing.name in self._read else [])]
-        job = crossing.launch("copy", lambda: parcel.job.value().to(self.learn, non_blocking=True, copy=True), after)
-        self._read[parcel.lane.name] = job
-        return Parcel(parcel.rows, crossing, {**parcel.jobs, crossing.name: job})
+    def _bring(self, parcel: Parcel) -> None:
+        """See that the features come to the learning device: nothing to do, or a copy that is launched now."""
+        copying, chain, jobs = self._copying, parcel.chain, parcel.jobs
+        if copying is None or parcel.copied is not None:
+            return
+        after = [parcel.job, *([self._read.pop(copying.name)] if copying.name in self._read else [])]
+        with self._first_cause(parcel):
+            parcel.copied = copying.launch("copy", lambda: chain.values(jobs, self.learn), after)
+        self._read[chain.name] = parcel.copied
 
     @contextlib.contextmanager
     def _first_cause(self, parcel: Parcel) -> Iterator[None]:
         """Say which rows and lane a failure belongs to; what went wrong there comes first."""
         which = f"features of rows {parcel.rows.row_ids_B.tolist()}"
+        jobs = parcel.jobs | ({self._copying.name: parcel.copied} if parcel.copied and self._copying else {})
         try:
             yield
         except TimeoutError as error:
-            late = [name for name, job in parcel.jobs.items() if not job.done()]
+            late = [name for name, job in jobs.items() if not job.done()]
             raise RuntimeError(f"{which} did not come within placement.timeout_s = {self.timeout_s} s: still at work: "
                                f"{' and then '.join(late)}") from error
         except RuntimeError as error:
             kind = RunFailure if isinstance(error, RunFailure) else RuntimeError
-            raise kind(f"{error} ({which}, by {' and then '.join(parcel.jobs)})") from error
+            raise kind(f"{error} ({which}, by {' and then '.join(jobs) or parcel.chain.name})") from error
 
 
 def open_relay(
@@ -233,10 +248,11 @@ def open_relay(
 ) -> Relay:
     """The relay of a process: targets on cards of their own, or in other processes, run ahead on lanes of their own, else in turn
     with the drafter."""
-    lanes: list[Lane] = [OwnLane("learn", devices.learn, trace)]
-    crossing: Lane | None = None
+    learn, timeout_s = devices.learn, settings.timeout_s
+    chains: list[Chain] = [OneLane(sources[0], OwnLane("learn", learn, trace))]
+    copying: Lane | None = None
     if devices.capture or any(source.elsewhere for source in sources):
-        lanes = [side_lane(f"capture {number}", source.device, trace) for number, source in enumerate(sources)]
-        crossing = side_lane("copy", devices.learn, trace) if devices.all != [devices.learn] else None
-    return Relay(sources, lanes, crossing, learn=devices.learn, turns=open_turns(settings, meeting), timeout_s=settings.timeout_s,
-                 trace=trace)
+        chains = [chain_of(source, number, trace, timeout_s) for number, source in enumerate(sources)]
+        if devices.capture and any(chain.device != learn for chain in chains):
+            copying = side_lane("copy", learn, trace, timeout_s=timeout_s, sources=devices.capture)
+    return Relay(sources, chains, copying, learn=learn, turns=open_turns(settings, meeting), timeout_s=timeout_s, trace=trace)

@@ -3,7 +3,9 @@
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from outrider.features.facts import read_facts
 from outrider.features.source import Order, Provenance, open_served, open_source
 from outrider.features.target import (
     Ends,
+    Stretch,
     embedding_scale,
     load_ends,
     load_tokenizer,
@@ -33,7 +36,7 @@ from outrider.model.published import to_config
 from outrider.progress import say
 from outrider.records import TokenRows
 from outrider.train.checkpoint import Origin, Position, coming, coming_here, load_checkpoint, newest_sound, read_state
-from outrider.train.forecast import CardOf, Forecast, foresee
+from outrider.train.forecast import CardOf, Forecast, foresee, stretches_of
 from outrider.train.guards import DiskWatch
 from outrider.train.host_memory import short_of
 from outrider.train.initial import OpenInitial, check_initial
@@ -120,6 +123,7 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     _check_data(resolved, rows)
     _check_share(config, processes, len(rows))
     forecast = foresee(resolved, devices, card_of, row_length=rows.row_length, replicas=processes.count)
+    spread = partial(stretches_of, card_of=card_of, row_length=rows.row_length)
     inputs = {"data.rows": read_info(config.data.rows)["rows_sha256"],
               "target.path": processes.from_first(lambda: target_digest(config.target.path))}
     _check_inputs(checkpoint, inputs)
@@ -129,7 +133,7 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     if config.features.server is not None:
         sources, ends = _open_server(resolved, devices, provenance, rows.batch([0]), checks=processes.leads)
     else:
-        sources, ends = _open_sources(resolved, devices, provenance, rows.batch([0]), answers=answers)
+        sources, ends = _open_sources(resolved, devices, provenance, rows.batch([0]), answers=answers, spread=spread)
     relay = open_relay(sources, devices, config.placement, meeting=digest(str(settings.folder.resolve()))[:16],
                        trace=Trace(devices.all) if settings.trace_steps else None)
     learner = _build_learner(begun or build_drafter(resolved, ends), resolved, ends, devices.learn, processes)
@@ -156,16 +160,18 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
 
 
 def _open_sources(
-    resolved: Resolved, devices: Devices, provenance: Provenance, first_row: TokenRows, *, answers: bool
+    resolved: Resolved, devices: Devices, provenance: Provenance, first_row: TokenRows, *, answers: bool,
+    spread: Callable[..., tuple[Stretch, ...]],
 ) -> tuple[list[FeatureSource], Ends]:
-    """A target on each capture device, and its ends on the learning one. The first target is whole when it `answers`, as the
-    acceptance check wants."""
+    """A target on each capture device, or spread over several, and its ends on the learning one. The first target is whole when
+    it `answers`, as the acceptance check wants."""
     config, layer_ids = resolved.config, resolved.shape.target_layer_ids
     path, dtype, colocated = config.target.path, config.target.dtype, not devices.capture
     sources = []
-    for number, device in enumerate(devices.capture or (devices.learn,)):
+    for number, cards in enumerate(devices.targets):
         whole = answers and number == 0
-        order = Order(path, dtype, str(device), layer_ids, None if whole else layer_ids[-1])
+        place = spread(resolved, cards, whole=whole) if len(cards) > 1 else str(cards[0])
+        order = Order(path, dtype, place, layer_ids, None if whole else layer_ids[-1])
         sources.append(open_source(order, config.features, first_row, provenance))
         if not whole and not colocated:
             sources[-1].target.drop_head()
@@ -335,5 +341,6 @@ def _announce(run: Run) -> None:
     placement = run.resolved.config.placement
     if run.processes.count > 1 or placement.capture_cards:
         target = f"its target on {placement.capture_cards} more" if placement.capture_cards else "its target beside the drafter"
+        target += f", {placement.cards_per_target} to a target" if placement.cards_per_target > 1 else ""
         say(f"placement: {run.processes.count} process(es) of one {run.device.type} device each, {target}; masters: "
             f"{placement.sharding if run.processes.count > 1 else 'whole'}")
