@@ -42,6 +42,11 @@ def remove() -> None:
         operator._dispatch_cache.clear()
 
 
+def is_installed() -> bool:
+    """Whether unfused flex_attention is an error in this process now."""
+    return bool(_originals)
+
+
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """`install` for the length of a block."""

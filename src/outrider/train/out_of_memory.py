@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import RunFailure
+from outrider.model import tripwire
 from outrider.planner.doctor import record
 from outrider.planner.doctor.record import Moment
 from outrider.train.checkpoint import list_checkpoints
@@ -37,7 +38,8 @@ def recorded(run: Run, watch: Stopwatch, *, phase: str | None = None) -> Iterato
         if run.forecast is None:
             raise RunFailure(f"{where}: this run was not planned, so no record of its memory is left{rest}") from error
         path = run.folder / ("out_of_memory.json" if run.processes.leads else f"out_of_memory-{run.processes.rank}.json")
-        moment = Moment(when, run.position.step, isinstance(run.road, FusedRoad), _by_step(run))
+        fused = isinstance(run.road, FusedRoad) and tripwire.is_installed()
+        moment = Moment(when, run.position.step, fused, _by_step(run))
         cuda = run.device.type == "cuda"
         record.write(
             path, error, moment=moment, settings=run.resolved.config.model_dump(mode="json"), job=run.forecast.job,

@@ -16,6 +16,7 @@ CONTEXT = 1.5 * GIB  # at most of a process outside its allocator: CUDA context,
 LEAST_FOREIGN = GIB  # of others, below which a desktop or a monitor is no cause
 LEAST_SHARE = 0.08  # of a card lying reserved and unused: gaps of 5 to 10 % are usual
 LEAST_STEPS = 5  # step lines with memory, to see a trend in them
+BARE_ERRORS = (r"(?:CUDA|HIP)(?: driver)? error: out of memory", r"cudaErrorMemoryAllocation", r"CUDA_ERROR_OUT_OF_MEMORY")
 NOT_STATED, NO_MEMORY, STOPPED = "not stated", "no out-of-memory", "stopped before unfused attention"
 
 
@@ -129,7 +130,13 @@ def _host(log: Evidence) -> Cause | None:
         return Cause("host memory", "The system killed a process because the host's memory ran out, not the card's.", (killed,))
     failed = log.find(r"DefaultCPUAllocator: (?:can't|not enough)", r"^(?:\S+: ?)?MemoryError\b", r"_ArrayMemoryError",
                       r"Cannot allocate memory", r"cudaHostAlloc.*out of memory")
-    return Cause("host memory", "An allocation in the host's memory failed, not one on the card.", (failed,)) if failed else None
+    if failed:
+        return Cause("host memory", "An allocation in the host's memory failed, not one on the card.", (failed,))
+    pinned, bare = log.frame("pin_memory", code=r"\.pin_memory\(|pin_memory=True"), log.find(*BARE_ERRORS)
+    if pinned is not None and bare and not log.error:
+        return Cause("host memory", "Page-locked memory of the host was asked for and not had: CUDA says so in the words that it "
+                     "has for the card's.", (pinned.number, bare))
+    return None
 
 
 def _nccl(log: Evidence) -> Cause | None:
@@ -153,6 +160,23 @@ def _another_process(log: Evidence) -> Cause | None:
     more = f"; of {gib(log.capacity)} this one could not have that part" if log.capacity else ""
     return Cause("another process", f"Others are on the card: {who} held {gib(size)} of it when {gib(log.requested)} were asked "
                  f"for{more}.", (log.error,))
+
+
+def _taken_before(log: Evidence) -> Cause | None:
+    """Who had the card before this run asked for any of it: as an engine says at its start, or nvidia-smi earlier in the log."""
+    start = log.find(r"Free memory on device .* on startup is less than desired")
+    told = re.search(r"\(([\d.]+)/([\d.]+ GiB)\)", log.lines[start - 1]) if start else None
+    if told:
+        return Cause("another process", f"Before anything was loaded only {told[1]} of {told[2]} were free: others hold the rest "
+                     "of the card.", (start,))
+    failed = log.find(*BARE_ERRORS)
+    first = log.find(r"Traceback \(most recent call last\)")
+    large = [item for item in log.listed if item.used_bytes >= LEAST_FOREIGN and item.number < first]
+    if log.error or not failed or not large:
+        return None
+    who = " and ".join(f"process {item.pid} ({item.name}, {gib(item.used_bytes)})" for item in large)
+    return Cause("another process", f"Others are on the card: nvidia-smi, earlier in the log, lists {who}.",
+                 (*(item.number for item in large), failed))
 
 
 def _private_pools(log: Evidence) -> Cause | None:
@@ -211,12 +235,13 @@ def _no_cause(log: Evidence) -> Cause | None:
     if log.error:
         return None
     for patterns, what in (
-        ((r"(?:CUDA|HIP)(?: driver)? error: out of memory", r"cudaErrorMemoryAllocation", r"CUDA_ERROR_OUT_OF_MEMORY"),
-         "The device ran out of memory; what asked for it, and how much, is not stated."),
+        (BARE_ERRORS, "The device ran out of memory; what asked for it, and how much, is not stated."),
         ((r"CU(?:BLAS|DNN|SOLVER)_STATUS_ALLOC_FAILED",),
          "A library could not get memory for its workspace; what holds the card is not stated."),
         ((r"exit ?code:? -9", r"^(?!.*potential).*SIGKILL", r"^Killed$", r"signal 9", r"killed by signal: Killed"),
          "A process was killed by signal 9; by whom, and whether memory was the reason, is not stated."),
+        ((r"No executable batch size found",),
+         "No batch size was small enough for the device; what fills it is not stated, the errors themselves were swallowed."),
         ((r"\b[Oo]ut of memory\b", r"OutOfMemory", r"OOM killer", r"RESOURCE_EXHAUSTED"),
          "An out-of-memory is spoken of, in words that name no cause known here."),
     ):
@@ -231,17 +256,20 @@ QUESTIONS: dict[str, Callable[[Evidence], str | None]] = {
 }
 
 RULES: tuple[Callable[[Evidence], Cause | None], ...] = (
-    _stopped, _shared_memory, _nccl, _another_process, _private_pools, _fragmentation, _leak, _attention,
+    _stopped, _shared_memory, _nccl, _another_process, _taken_before, _private_pools, _fragmentation, _leak, _attention,
     _from_frame("block mask", "The block mask was made eagerly, as a table of every query and key: {asked} failed in {where}.",
                 "create_mask", "create_block_mask"),
     _from_frame("logits", "Logits over the whole vocabulary filled the card: {asked} failed in {where}.",
                 "cross_entropy", "log_softmax", "ForCausalLMLoss",
                 code=r"logits\.float\(\)|lm_head\(|\boutput\(.*\.float\(\)|log_softmax\(|cross_entropy\("),
+    _from_frame("logits", "A model's outputs were being made fp32, of which logits over the whole vocabulary are the largest: "
+                "{asked} failed in {where}.", "_convert_to_fp32"),
     _from_frame("optimizer birth", "The optimizer's state was being born, in its first step, when {asked} failed ({where}): it "
                 "stays for the whole run.", "_init_group", "init_state", "get_state_buffer", "initialize_optimizer_states",
                 "_new_buffer", code=r"state\[[^\]]+\] = .*(?:zeros|empty|clone|full)"),
     _from_frame("gradient birth", "Gradients of the weights were being born when {asked} failed ({where}).",
                 "give_gradients", "accumulate_unsharded_grad_if_needed", "unsharded_accumulated_grad", "_ddp_init_helper",
+                "foreach_reduce",
                 code=r"\.(?:main_)?grad = "),
     _from_frame("checkpoint load", "A checkpoint was being loaded onto the card, beside what stands there: {asked} failed "
                 "in {where}.", "_cuda_deserialize", "restore_location", "_process_value_according_to_param_policy",

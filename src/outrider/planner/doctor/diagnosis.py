@@ -64,8 +64,7 @@ def diagnose_log(log: Evidence, job: Job | None, roles: tuple[Role, ...]) -> Dia
     if job is None or cause.name in NO_SETTING:
         note = NO_SETTING.get(cause.name, "name the run file with --run for ledger lines and ways out with their peaks")
         return _diagnosis(log, causes, [], (), _elsewhere(cause), note)
-    if job.road == "fused" or "road" not in FAULTS.get(cause.name, {}):
-        job = replace(job, **FAULTS.get(cause.name, {}))
+    job = _as_it_went(job, cause)
     died = _roles(cause, roles)
     ledger = ledger_of(job, died)
     back = log.frame("backward", "_engine_run_backward") is not None
@@ -77,6 +76,12 @@ def diagnose_log(log: Evidence, job: Job | None, roles: tuple[Role, ...]) -> Dia
     return _diagnosis(log, causes, matches, (), [*_elsewhere(cause), *find_remedies(job, died, room)], "")
 
 
+def _as_it_went(job: Job, cause: Cause) -> Job:
+    """The job as it ran when this went wrong."""
+    fault = FAULTS.get(cause.name, {})
+    return replace(job, **fault) if job.road == "fused" or "road" not in fault else job
+
+
 def _roles(cause: Cause, roles: tuple[Role, ...]) -> tuple[Role, ...]:
     """Which of a pair's cards it was: the target's if its forward ran out."""
     return ("capture",) if roles == ("learn",) and cause.name == "target's forward" else roles
@@ -86,9 +91,11 @@ def diagnose_record(record: Record) -> Diagnosis:
     """From a record that Outrider's training wrote."""
     evidence, ledger = evidence_of(record), DeviceLedger(record.roles, record.lines, dict(record.by_phase))
     causes = find_causes(evidence)
-    named = LINES.get(causes[0].name, ())
-    phases = () if causes[0].name == "optimizer birth" else ledger_phases(record.moment.phase, record.by_phase)
-    matches = [] if evidence.requested is None else find_lines(record.job, ledger, evidence.requested, phases=phases, names=named)
+    named, job = LINES.get(causes[0].name, ()), _as_it_went(record.job, causes[0])
+    if job != record.job:  # the planned ledger has no line for what should not have been
+        ledger = ledger_of(job, record.roles)
+    phases = () if causes[0].name == "optimizer birth" else ledger_phases(record.moment.phase, ledger.by_phase)
+    matches = [] if evidence.requested is None else find_lines(job, ledger, evidence.requested, phases=phases, names=named)
     if record.job.road == "dense" and matches and matches[0].line.name.startswith(TABLES):
         causes.insert(0, Cause("unfused attention", "Attention ran dense, as train.attention = 'dense' asks, with whole tables "
                                f"of queries and keys, {asked(evidence)} failed", ()))
@@ -97,8 +104,9 @@ def diagnose_record(record: Record) -> Diagnosis:
         return _diagnosis(evidence, causes, matches, compared, [], NO_SETTING[cause.name])
     usable = record.allowed_bytes - _others(cause, evidence) if record.total_bytes else None
     room = room_of(name=record.device, capacity=record.total_bytes, usable_bytes=usable, missed=unplanned(record))
-    remedies = [*_elsewhere(cause), *find_remedies(record.job, record.roles, room)]
+    remedies = [*_elsewhere(cause), *find_remedies(job, record.roles, room)]
     fused = ("attention was proven to run fused (self-test passed, tripwire set)" if record.moment.fused else
+             "train.attention was 'fused', and no tripwire was set" if record.job.road == "fused" else
              f"train.attention was '{record.job.road}'")
     note = f"after step {record.moment.step}, in '{record.moment.phase}'; {fused}"
     if room.missed:

@@ -26,6 +26,8 @@ NUMBERS = {
     "reserved": (rf"{SIZE} reserved in total by PyTorch",),
 }
 PROCESS = re.compile(rf"Process (\d+) has {SIZE} memory in use")
+# A row of nvidia-smi's table of processes
+LISTED = re.compile(r"\|\s+\d+\s+\S+\s+\S+\s+(\d+)\s+[CGM+]+\s+(\S.*?)\s+(\d+)MiB\s*\|")
 # Python's own; a notebook's (`File x.py:12, in f(..)`, older `x.py in f(..)`); rich's, in a box (`x.py:12 in f`)
 FRAME = re.compile(r'File "(?P<plain>[^"]+)", line \d+, in (?P<f>\S+)|(?P<other>[^\s"]+\.py)(?::\d+,?)? in (?P<g>[\w.<>]+)')
 MARKED = re.compile(r"^(?:❱|-+>)\s*\d+\s*")  # the line of a frame's code that was running, where several are shown
@@ -50,12 +52,23 @@ class Frame:
 
 
 @dataclass(frozen=True)
+class Listed:
+    """A process as nvidia-smi lists it in line `number` of a log."""
+
+    number: int
+    pid: int
+    name: str
+    used_bytes: int
+
+
+@dataclass(frozen=True)
 class Evidence:
     """What a log states; None and empty stand for what it does not. Sizes in bytes, rounded as the message rounds them.
 
     `error`: the line (1, 2, ..) of the first out-of-memory of a device, 0 without one. `frames`: of the traceback that ends
     there, outermost first; in a log without one, of the last traceback. `others`: (pid, bytes) of the processes that the message
-    names. `step`: the last step named before. `held`: (step, allocated bytes) of the log's own step lines.
+    names, `listed`: those of nvidia-smi's tables. `step`: the last step named before. `held`: (step, allocated bytes) of the
+    log's own step lines.
     """
 
     lines: tuple[str, ...]
@@ -69,6 +82,7 @@ class Evidence:
     pools: int | None = None
     unallocated: int | None = None
     others: tuple[tuple[int, int], ...] = ()
+    listed: tuple[Listed, ...] = ()
     frames: tuple[Frame, ...] = ()
     step: int | None = None
     held: tuple[tuple[int, int], ...] = ()
@@ -109,7 +123,8 @@ def read_text(text: str) -> Evidence:
     error = next((i for i, line in enumerate(lines, 1) if OUT_OF_MEMORY.search(line)), 0)
     if not error:
         last = max((i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), default=-1)
-        return Evidence(lines, frames=_frames(lines, range(last, len(lines)) if last >= 0 else range(0)), **_course(lines))
+        return Evidence(lines, frames=_frames(lines, range(last, len(lines)) if last >= 0 else range(0)),
+                        listed=_listed(lines), **_course(lines))
     message = " ".join(_bare(line) for line in lines[error - 1: error + MESSAGE_LINES])
     first = OUT_OF_MEMORY.search(message)
     assert first is not None
@@ -121,8 +136,13 @@ def read_text(text: str) -> Evidence:
     if reserved is not None and numbers["allocated"] is not None:
         numbers["unallocated"] = max(0, reserved - numbers["allocated"])
     others = tuple((int(pid), _bytes(value, unit)) for pid, value, unit in PROCESS.findall(message))
-    return Evidence(lines, error, others=others, frames=_frames(lines, _trace(lines, error - 1)), **numbers,
-                    **_course(lines[: error - 1]))
+    return Evidence(lines, error, others=others, listed=_listed(lines), frames=_frames(lines, _trace(lines, error - 1)),
+                    **numbers, **_course(lines[: error - 1]))
+
+
+def _listed(lines: Sequence[str]) -> tuple[Listed, ...]:
+    found = ((i, LISTED.search(line)) for i, line in enumerate(lines, 1))
+    return tuple(Listed(i, int(match[1]), match[2], int(match[3]) * 2**20) for i, match in found if match)
 
 
 def _bytes(value: str, unit: str) -> int:
