@@ -158,6 +158,7 @@ class Call:
     def __init__(self, folder: Path, *, number: int, seconds: float, kill_every: float, stop: Path | None) -> None:
         self.folder, self.number, self.stop = folder, number, stop
         self.began, self.until = time.monotonic(), time.monotonic() + seconds
+        self.wall = time.time()
         draw = random.Random(number)
         gaps = (kill_every * draw.uniform(0.5, 1.5) for _ in range(int(2 * seconds / kill_every)))
         self.kill_at = list(accumulate(gaps, initial=self.began))[1:]
@@ -172,7 +173,7 @@ class Call:
     def run(self) -> None:
         runs = {name: begin(self.folder, name) for name in (CONTROL, KILLED)}
         try:
-            while time.monotonic() < self.until and not self.told and not (self.stop and self.stop.exists()):
+            while time.monotonic() < self.until and not self.told and not self._stopped():
                 time.sleep(LOOK_EVERY_S)
                 if self.kill_at and time.monotonic() > self.kill_at[0]:
                     self.kill_at.pop(0)
@@ -186,6 +187,10 @@ class Call:
                 self._look(runs)
         finally:
             self._end(runs)
+
+    def _stopped(self) -> bool:
+        """Has the file appeared? One of an earlier call does not count."""
+        return self.stop is not None and self.stop.exists() and self.stop.stat().st_mtime > self.wall
 
     def _look(self, runs: dict[str, Start]) -> None:
         for start in runs.values():

@@ -1,7 +1,9 @@
 """Writes are whole or absent, whatever operation fails; disk errors read as one sentence."""
 
+import contextlib
 import errno
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -236,3 +238,52 @@ def test_a_full_disk_below_names_the_folder_that_was_asked_for(tmp_path: Path) -
     with pytest.raises(UserError, match=r"disk is full") as refused, atomic_folder(tmp_path / "rows") as temporary:
         write_atomic(temporary / "rows.json", full)
     assert f"{tmp_path}/rows/rows.json" in str(refused.value)
+
+
+def test_new_folders_are_flushed_into_those_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a power cut leaves of a checkpoint in a folder whose own name was never flushed is nothing."""
+    flushed: list[Path] = []
+    real = files.sync_folder
+
+    def sync(folder: Path) -> None:
+        flushed.append(folder)
+        real(folder)
+
+    monkeypatch.setattr(files, "sync_folder", sync)
+    write_atomic(tmp_path / "run" / "deep" / "file", lambda path: path.write_text("x"))
+    assert flushed == [tmp_path, tmp_path / "run", tmp_path / "run" / "deep"]
+    flushed.clear()
+    with atomic_folder(tmp_path / "run" / "checkpoints" / "one") as folder:
+        (folder / "file").write_text("x")
+    assert (flushed[0], flushed[-1]) == (tmp_path / "run", tmp_path / "run" / "checkpoints")
+
+
+@pytest.mark.parametrize(("code", "passes"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_a_file_system_that_cannot_flush_a_folder_is_no_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, *, passes: bool
+) -> None:
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with contextlib.nullcontext() if passes else pytest.raises(UserError, match="the disk reports an error"):
+        write_atomic(tmp_path / "file", lambda path: path.write_text("x"))
+        with atomic_folder(tmp_path / "folder") as folder:
+            (folder / "file").write_text("x")
+    assert (tmp_path / "folder" / "file").exists() == passes
+
+
+def test_a_file_system_without_locks_is_said_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flock(handle: object, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # Lustre, mounted without -o flock
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with only_writer(tmp_path / "run"):
+        pass
+    assert f"{tmp_path / 'run'}: its file system has no locks" in capsys.readouterr().err

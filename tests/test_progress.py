@@ -1,5 +1,6 @@
 """Progress: plain lines off a terminal, a bar with a note on one, both with the time left."""
 
+import errno
 import io
 import sys
 
@@ -54,3 +55,22 @@ def test_a_terminal_gets_a_bar_with_the_note_and_other_lines_above(monkeypatch: 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3661, "1:01:01")])
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_work_goes_on_where_nobody_listens_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")  # a terminal that was closed
+
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    monkeypatch.setenv("TERM", "xterm")
+    say("measured")
+    monkeypatch.setattr(Gone, "isatty", lambda self: False)
+    with ProgressBar("work", total=1, unit="steps") as bar:
+        bar.advance(1, note="loss 2.0")

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from outrider.errors import UserError
+from outrider.progress import say
+
+CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # how a file system says that it has no such operation
 
 
 def sha256_file(path: Path) -> str:
@@ -37,12 +40,24 @@ def check_name(name: str, *, where: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries (created, renamed) to the disk."""
+    """Flush a folder's entries (created, renamed) to the disk, where its file system can: SMB and some FUSE cannot."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT:
+            raise
     finally:
         os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing, each flushed: what is written in it later must not lose its path."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
 
 
 @contextlib.contextmanager
@@ -66,6 +81,8 @@ def explain_os_errors(path: Path) -> Iterator[None]:
         errno.ESTALE: "its network disk has changed underneath (stale file handle): mount it again",
         errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
         errno.ENAMETOOLONG: "the name is too long: choose a shorter one",
+        errno.ENOENT: "a folder on the way to it cannot be made, or has gone: choose another path",
+        errno.ELOOP: "its symbolic links go round in a circle: choose another path",
     }
     try:
         yield
@@ -93,7 +110,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """
     folder = folder.resolve()
     with explain_os_errors(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
         try:
             temporary.chmod(0o755)
@@ -139,12 +156,20 @@ def only_writer(path: Path, *, wait: bool = False) -> Iterator[None]:
 def _lock(lock: Path, path: Path, *, wait: bool) -> IO[str] | None:
     """The open lock file, held; None when another process holds it, or held it until just now and removed it."""
     with explain_os_errors(path):
-        lock.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(lock.parent)
         handle = lock.open("w")
-    with contextlib.suppress(BlockingIOError):
+    try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        if lock.exists() and lock.stat().st_ino == os.fstat(handle.fileno()).st_ino:
-            return handle
+    except BlockingIOError:
+        handle.close()
+        return None
+    except OSError as error:
+        if error.errno not in (*CANNOT, errno.ENOLCK):
+            raise
+        say(f"{path}: its file system has no locks (Lustre: mount it with -o flock): see to it that nothing else writes there")
+        return handle
+    if lock.exists() and lock.stat().st_ino == os.fstat(handle.fileno()).st_ino:
+        return handle
     handle.close()
     return None
 
@@ -167,7 +192,7 @@ def _exchange(new: Path, old: Path) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(here, os.fsencode(new), here, os.fsencode(old), exchange) == 0:
         return
-    if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):
+    if ctypes.get_errno() not in CANNOT:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(old))
     retired = new.with_suffix(".retired")
     old.rename(retired)
@@ -182,7 +207,7 @@ def _exchange(new: Path, old: Path) -> None:
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` on a temporary path beside `path`, fsync what it wrote, and rename it to `path`."""
     with explain_os_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
         os.close(descriptor)
         temporary = Path(name)

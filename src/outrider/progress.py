@@ -1,5 +1,6 @@
 """Takes counts of finished work, gives progress with an estimate of the rest on stderr; knows nothing of the work."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterable
@@ -20,9 +21,10 @@ def speaks(yes: bool) -> None:
 
 
 def say(message: str) -> None:
-    """One plain line on stderr."""
+    """One plain line on stderr; where nobody listens any more (a terminal or a pipe that was closed) the work goes on unsaid."""
     if _speaks:
-        print(message, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(message, file=sys.stderr, flush=True)
 
 
 def clock(seconds: float) -> str:
@@ -84,7 +86,8 @@ class ProgressBar:
         self.note = note or self.note
         if self._bar is not None:
             self._bar.note = self.note
-            self._bar.update(self._task, advance=amount)
+            with contextlib.suppress(OSError):  # as in `say`
+                self._bar.update(self._task, advance=amount)
             return
         now = time.monotonic()
         if now - self._last_line >= PLAIN_LINE_EVERY_S or self.done >= self.total:
@@ -96,4 +99,5 @@ class ProgressBar:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()

@@ -232,12 +232,15 @@ def test_an_archive_of_prompts_writes_no_file(tmp_path: Path) -> None:
 
 def test_a_link_in_the_place_of_a_features_file_is_replaced_not_written_through(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path / "store", StoreInfo(target="t", rows="r", precision="p", dtype="float32", layer_ids=(1,),
-                                                       hidden_size=4, row_length=2, num_rows=1))
+                                                       hidden_size=4, row_length=2, num_rows=2))
     (tmp_path / "precious").write_text("precious")
+    store.put(1, torch.zeros(2, 4))
     (tmp_path / "store" / "row-00000000.safetensors").symlink_to(tmp_path / "precious")
     store.put(0, torch.ones(2, 4))
     assert (tmp_path / "precious").read_text() == "precious"
-    assert torch.equal(store.get(0, torch.float32), torch.ones(2, 4))
+    found = store.get(0, torch.float32)
+    assert found is not None
+    assert torch.equal(found, torch.ones(2, 4))
 
 
 def test_pickled_weights_of_a_drafter_are_not_read(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from outrider.train.checkpoint import (
     FILES,
     OtherVersionError,
     Position,
+    UnreadableError,
     checkpoint_path,
     list_checkpoints,
     load_checkpoint,
@@ -138,6 +140,37 @@ def test_a_damaged_state_is_no_other_version(tmp_path: Path) -> None:
     (folder / "state.json").write_text("{}")
     assert newest_sound(tmp_path) == before
     assert list_checkpoints(tmp_path) == [before], "set aside"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "optimizer.safetensors"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_one_that_cannot_be_read_now_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    before, folder = save(tmp_path, 1, 5), save(tmp_path, 2, 10)
+    real = Path.open
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self == folder / name:
+            raise OSError(code, os.strerror(code))
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UnreadableError, match=rf"{folder.name}: the checkpoint cannot be read \({os.strerror(code)}\)"):
+        newest_sound(tmp_path)
+    assert list_checkpoints(tmp_path) == [before, folder]
+
+
+def test_checkpoints_on_a_disk_that_is_not_there_are_no_run_without_any(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(UserError, match=r"checkpoints: leads to .*not mounted, which is not there: is its disk mounted\?"):
+        newest_sound(tmp_path)
+
+
+def test_the_newest_is_the_one_of_most_steps_and_a_users_copy_is_none(tmp_path: Path) -> None:
+    for name in ("step-99999999", "step-100000000", "step-00000010", "step-mybackup"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000010", "step-99999999", "step-100000000"]
 
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,22 @@ def test_the_disk_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "3.00 GiB are free on its disk, one more checkpoint and guards.min_free_gib need 3.00" in (watch.short() or "")
 
 
+def test_the_disk_is_that_of_the_checkpoints(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be another one than the run folder's."""
+    run, asked = make_run(), list[Path]()
+    (tmp_path / "big").mkdir()
+    run.train.folder.mkdir()
+    (run.train.folder / "checkpoints").symlink_to(tmp_path / "big")
+
+    def usage(path: Path) -> Any:
+        asked.append(Path(path).resolve())
+        return SimpleNamespace(free=1 << 40)
+
+    monkeypatch.setattr(guards_module.shutil, "disk_usage", usage)
+    train(run, check=None)
+    assert set(asked) == {tmp_path / "big"}
+
+
 def test_a_disk_that_fills_up_stops_the_run_saved(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run, whole = make_run("run", **{"checkpoint.keep_last": 9}), make_run("whole", **{"checkpoint.keep_last": 9})
     monkeypatch.setattr(guards_module, "DISK_LOOK_EVERY_S", 0.0)

@@ -17,7 +17,7 @@ from outrider.errors import UserError
 from outrider.model.drafter import count_parameters
 from outrider.train import host_memory
 from outrider.train import keeper as keeper_module
-from outrider.train.checkpoint import Origin, Position, Snapshot, list_checkpoints, verify_checkpoint
+from outrider.train.checkpoint import Origin, Position, Snapshot, checkpoint_path, list_checkpoints, verify_checkpoint
 from outrider.train.host_memory import HostMemory
 from outrider.train.keeper import Keeper, kept
 from outrider.train.loop import train
@@ -156,6 +156,25 @@ def test_a_checkpoint_that_was_moved_and_linked_back_ends_like_others_and_what_i
         keeper.save(drafter, optimizer, Position(step=2))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
     verify_checkpoint(moved / "kept")
+
+
+def test_an_old_checkpoint_that_says_no_position_ends_no_run_and_is_left(tmp_path: Path) -> None:
+    drafter, optimizer = trained(1)
+    with Keeper(tmp_path, CheckpointConfig(keep_last=2), ORIGIN, Position(), ALONE) as keeper:
+        for step in (1, 2, 3, 4):
+            keeper.save(drafter, optimizer, Position(step=step))
+            keeper.wait()
+            if step == 1:
+                (checkpoint_path(tmp_path, 1) / "state.json").write_text("{}")
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000003", "step-00000004"]
+
+
+def test_what_a_kill_between_two_renames_left_is_swept(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".step-00000001.abc.retired").mkdir(parents=True)
+    drafter, optimizer = trained(1)
+    with Keeper(tmp_path, CheckpointConfig(), ORIGIN, Position(), ALONE) as keeper:
+        keeper.save(drafter, optimizer, Position(step=2))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
 def test_a_failed_write_reaches_the_loop_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

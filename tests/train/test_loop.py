@@ -312,7 +312,7 @@ def test_a_finished_run_is_left_as_it_is(make_run: MakeRun) -> None:
 
 def test_a_run_folder_that_cannot_be_written(make_run: MakeRun, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=r"^cannot write .*file/run: a file is in the way of a folder"):
+    with pytest.raises(UserError, match=r"^train\.folder = '.*file/run': .*file is a file, not a folder: choose another"):
         train(make_run(**{"train.folder": str(tmp_path / "file" / "run")}), check=None)
 
 

@@ -1,16 +1,19 @@
 """Stop requests: the step is finished and saved, a second signal ends the process at once, and the run goes on exactly."""
 
+import contextlib
 import os
+import pty
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_loop import assert_same_run, metrics, run_in_child
+from test_loop import CHILD, assert_same_run, metrics, run_in_child
 
-from outrider.config import RunConfig
+from outrider.config import RunConfig, to_toml
 from outrider.records import AcceptReport
 from outrider.train import loop as loop_module
 from outrider.train import signals as signals_module
@@ -67,6 +70,71 @@ def test_a_stop_before_a_measurement_leaves_it_to_the_next_start(make_run: MakeR
     train(whole, check=check)
     assert_same_run(whole, parts)
     assert [line["step"] for line in metrics(parts) if "tau" in line] == [5, 10]
+
+
+DURING_THE_LAST_WRITE = """
+from outrider.train import checkpoint
+real = checkpoint.write_tensors
+def write_tensors(tensors, path, metadata=None):
+    if "step-00000010" in str(path) and path.name == "optimizer.safetensors":
+        os.kill(os.getpid(), signal.SIGUSR1)  # SLURM warns
+        time.sleep(0.5)
+    return real(tensors, path, metadata)
+checkpoint.write_tensors = write_tensors
+"""
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_does_not_lose_it(make_run: MakeRun) -> None:
+    run = make_run()
+    done = run_in_child(run, DURING_THE_LAST_WRITE)
+    assert done.returncode == 0, done.stderr
+    assert "SIGUSR1: the step is finished and saved" in done.stderr
+    assert [p.name for p in list_checkpoints(run.train.folder)] == ["step-00000005", "step-00000010"]
+
+
+def test_what_a_process_was_started_to_ignore_it_ignores() -> None:
+    """As nohup does with SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequests(began=0.0, max_hours=None) as stops:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stops.reason(needed_s=0.0) is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stops.reason(needed_s=0.0) == "SIGTERM"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+CLOSED = """
+from outrider.train import loop
+real = loop._one_step
+def one_step(run, step, *rest):
+    if step == 6:
+        (run.folder.parent / "at step 6").touch()
+        time.sleep(3)  # the terminal is closed meanwhile
+    return real(run, step, *rest)
+loop._one_step = one_step
+"""
+
+
+def test_a_terminal_that_is_closed_stops_the_run_saved(make_run: MakeRun) -> None:
+    run = make_run()
+    file = run.train.folder.with_suffix(".toml")
+    file.write_text(to_toml(run), encoding="utf-8")
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        os.execv(sys.executable, [sys.executable, "-c", CHILD.format(patch=CLOSED), str(file)])
+    os.set_blocking(terminal, False)
+    deadline = time.monotonic() + 100
+    while not (run.train.folder.parent / "at step 6").exists():
+        assert time.monotonic() < deadline
+        with contextlib.suppress(BlockingIOError):
+            os.read(terminal, 65536)
+        time.sleep(0.05)
+    os.close(terminal)
+    os.waitpid(child, 0)  # what it says at its very end cannot be said, so any code will do
+    assert [p.name for p in list_checkpoints(run.train.folder)] == ["step-00000005", "step-00000007"]
 
 
 SECOND_SIGNAL = """

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from outrider.errors import UserError
 from outrider.features.kernels import to_device
 from outrider.features.target import Layers, Target
 from outrider.records import PADDING_DOCUMENT, Features, TokenRows
@@ -148,11 +149,10 @@ CaptureRows = Callable[[TokenRows], Features]
 class Kept(Protocol):
     """Features of rows by row number, each `[S, F]` on the CPU."""
 
-    def __contains__(self, row_id: int) -> bool: ...
-
     def put(self, row_id: int, values_SF: Tensor) -> None: ...
 
-    def get(self, row_id: int, dtype: torch.dtype) -> Tensor: ...
+    def get(self, row_id: int, dtype: torch.dtype) -> Tensor | None:
+        """None for a row that is not kept, or not any more as it was."""
 
 
 class InMemory:
@@ -161,14 +161,11 @@ class InMemory:
     def __init__(self) -> None:
         self._values: dict[int, Tensor] = {}
 
-    def __contains__(self, row_id: int) -> bool:
-        return row_id in self._values
-
     def put(self, row_id: int, values_SF: Tensor) -> None:
         self._values[row_id] = values_SF.cpu()
 
-    def get(self, row_id: int, dtype: torch.dtype) -> Tensor:
-        return self._values[row_id].to(dtype)
+    def get(self, row_id: int, dtype: torch.dtype) -> Tensor | None:
+        return self._values[row_id].to(dtype) if row_id in self._values else None
 
 
 class FeatureSource:
@@ -206,9 +203,14 @@ class FeatureSource:
         """Features of one row, `[S, F]` on the CPU."""
         if (row.document_ids_BS == PADDING_DOCUMENT).all():  # in place of a row that could not be read: not to outlast that
             return self.run(row).values_BSF[0].cpu()
-        if row_id not in kept:
+        values = kept.get(row_id, self.target.dtype)
+        if values is None:
             kept.put(row_id, self.run(row).values_BSF[0])
-        return kept.get(row_id, self.target.dtype)
+            values = kept.get(row_id, self.target.dtype)
+        if values is None:
+            raise UserError(f"features.keep: row {row_id} cannot be read back as it was just written: look at the disk, or keep "
+                            "none (\"no\")")
+        return values
 
 
 def one_row(rows: TokenRows, b: int) -> TokenRows:

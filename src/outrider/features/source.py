@@ -13,13 +13,14 @@ from outrider.config import FeaturesConfig
 from outrider.errors import UserError
 from outrider.features.capture import CaptureRows, FeatureSource, Kept, capture
 from outrider.features.eight_bit import in_8_bits
+from outrider.features.facts import read_facts
 from outrider.features.guards import open_kernel_cache
 from outrider.features.packed import PackedCapture
 from outrider.features.served import ServedCapture, Service
 from outrider.features.spread import RunShare, SpreadCapture, shares_of
 from outrider.features.startcheck import check_capture, check_delta_kernel
 from outrider.features.store import FeatureStore, StoreInfo
-from outrider.features.target import Layers, Stretch, Target, load_target
+from outrider.features.target import Layers, Stretch, load_target
 from outrider.progress import say
 from outrider.records import Features, TokenRows
 
@@ -59,6 +60,7 @@ def open_served(
     loaded on the CPU for it (see `features.server_check`). Raises UserError.
     """
     assert settings.server is not None
+    keep = _keep(order, settings, first_row.input_ids_BS.shape[1], provenance)
     if (settings.documents, settings.precision) != ("apart", "as_loaded"):
         raise UserError("features.server: the server decides how it runs: leave features.documents and features.precision out")
     ends = load_target(order.path, dtype=order.dtype, device=order.device, last_layer=-1, head=True)
@@ -78,14 +80,13 @@ def open_served(
             said = str(error).partition("): ")[0]  # without the way out, which is that of a local capture
             raise UserError(f"features.server = '{settings.server}': {said}): does it serve this target? It must be started with "
                             f"{service.start_options}") from error
-    keep: str | Kept = settings.keep
-    if settings.keep == "disk":
-        keep = _store(ends, order, settings, first_row.input_ids_BS.shape[1], provenance)
     return FeatureSource(ends, order.layer_ids, keep=keep, run=run, elsewhere=True)  # type: ignore[arg-type]
 
 
 def open_source(order: Order, settings: FeaturesConfig, first_row: TokenRows, provenance: Provenance) -> FeatureSource:
-    """Load the target and check its capture on `first_row` (B = 1); say which kernels run. Raises UserError."""
+    """Load the target and check its capture on `first_row` (B = 1); say which kernels run. Raises UserError, of a store that
+    does not fit before the target is loaded."""
+    keep = _keep(order, settings, first_row.input_ids_BS.shape[1], provenance)
     spread = () if isinstance(order.device, str) else order.device
     devices = list(dict.fromkeys(part.device for part in spread)) or [torch.device(order.device)]  # type: ignore[arg-type]
     if devices[0].type == "cuda":
@@ -110,9 +111,6 @@ def open_source(order: Order, settings: FeaturesConfig, first_row: TokenRows, pr
         if device.type == "cuda" and "linear_attention" in target.facts.layer_kinds and _installed("fla"):
             check_delta_kernel(device)
     check_capture(target, run, first_row, order.layer_ids)
-    keep: str | Kept = settings.keep
-    if settings.keep == "disk":
-        keep = _store(target, order, settings, first_row.input_ids_BS.shape[1], provenance)
     return FeatureSource(target, order.layer_ids, keep=keep, run=run)  # type: ignore[arg-type]
 
 
@@ -146,12 +144,15 @@ def say_kernels(attention: str, layer_kinds: Sequence[str], settings: FeaturesCo
     say("capture: " + "; ".join(f"{kind}: {kernel}" for kind, kernel in used.items()))
 
 
-def _store(target: Target, order: Order, settings: FeaturesConfig, row_length: int, provenance: Provenance) -> FeatureStore:
-    dtype = "fp8" if settings.keep_dtype == "fp8" else str(target.dtype).removeprefix("torch.")
+def _keep(order: Order, settings: FeaturesConfig, row_length: int, provenance: Provenance) -> str | Kept:
+    """How a FeatureSource is to keep what was captured: its own word for it, or an opened store."""
+    if settings.keep != "disk":
+        return settings.keep
+    dtype = "fp8" if settings.keep_dtype == "fp8" else order.dtype
     way = settings.documents if settings.server is None else "served"
     store = FeatureStore(settings.store or provenance.folder, StoreInfo(
         target=provenance.target, rows=provenance.rows, precision=f"{settings.precision}, {order.dtype}, {way}", dtype=dtype,
-        layer_ids=order.layer_ids, hidden_size=target.facts.hidden_size, row_length=row_length,
+        layer_ids=order.layer_ids, hidden_size=read_facts(order.path).hidden_size, row_length=row_length,
         num_rows=provenance.num_rows,
     ))
     say(f"feature store: {store.folder}, {provenance.num_rows} rows of {store.info.row_bytes / 2**20:.1f} MiB, "

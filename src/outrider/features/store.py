@@ -4,6 +4,7 @@ A folder with `store.json`, which says what the features are of, and one safeten
 a stopped run goes on with what is there.
 """
 
+import contextlib
 import re
 import shutil
 import zlib
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from outrider.errors import UserError
 from outrider.features.fp8 import E4M3, quantise_rows
-from outrider.files import explain_os_errors, read_json, write_atomic, write_json
+from outrider.files import explain_os_errors, read_json, set_aside, write_atomic, write_json
+from outrider.progress import say
 
 INFO_NAME = "store.json"
 ROW_NAME = re.compile(r"row-\d{8,}\.safetensors")
@@ -50,29 +52,31 @@ class StoreInfo:
 
 
 class FeatureStore:
-    """Features on disk (a `capture.Kept`). Raises UserError, with no file written, when the folder holds anything else,
-    or the disk is too small.
+    """Features on disk (a `capture.Kept`). Raises UserError when the folder holds anything else, or the disk is too small.
+
+    Nothing is written before the first row is kept, so that it may be opened before a target is loaded that may not fit.
     """
 
     def __init__(self, folder: Path, info: StoreInfo) -> None:
         self.folder, self.info = folder, info
         _check_same(folder, info)
         with explain_os_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
             present = sum(1 for _ in folder.glob("row-*.safetensors"))
-            free = shutil.disk_usage(folder).free
+            free = shutil.disk_usage(there).free
         self.need = (info.num_rows - present) * info.row_bytes
         if self.need > free:
             raise UserError(f"features.keep = \"disk\": {info.num_rows - present} rows of {info.row_bytes / 2**20:.1f} MiB need "
                             f"{self.need / 2**30:.1f} GiB in {folder}, which has {free / 2**30:.1f} GiB free: name another "
                             "place in features.store, keep them in 8 bits (features.keep_dtype = \"fp8\"), or keep none")
-        write_json(folder / INFO_NAME, asdict(info))
-
-    def __contains__(self, row_id: int) -> bool:
-        return self._path(row_id).exists()
+        self._described = False
 
     def put(self, row_id: int, values_SF: Tensor) -> None:
-        """Write one row's features, with their checksum."""
+        """Write one row's features, with their checksum. Raises UserError."""
+        if not self._described:
+            _check_same(self.folder, self.info)  # another run may have begun to keep its own there meanwhile
+            write_json(self.folder / INFO_NAME, asdict(self.info))
+            self._described = True
         values_SLD = values_SF.cpu().unflatten(-1, (len(self.info.layer_ids), -1)).contiguous()
         if self.info.dtype == "fp8":
             values, scale = quantise_rows(values_SLD)
@@ -82,18 +86,17 @@ class FeatureStore:
         metadata = {name: str(checksum(tensor)) for name, tensor in tensors.items()}
         write_atomic(self._path(row_id), lambda path: save_file(tensors, path, metadata=metadata))
 
-    def get(self, row_id: int, dtype: torch.dtype) -> Tensor:
-        """One row's features `[S, F]` on the CPU in `dtype`. Raises UserError when the file is damaged."""
+    def get(self, row_id: int, dtype: torch.dtype) -> Tensor | None:
+        """One row's features `[S, F]` on the CPU in `dtype`; None where there are none. A damaged file is set aside, and said."""
         path = self._path(row_id)
+        if not path.exists():
+            return None
         try:
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-                metadata = file.metadata()
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: cannot be read ({error}): delete it, and its row is captured again") from error
-        for name, tensor in tensors.items():
-            if str(checksum(tensor)) != metadata[name]:
-                raise UserError(f"{path}: its checksum does not match: delete it, and its row is captured again")
+            tensors = _read(path)
+        except (SafetensorError, OSError, ValueError) as error:
+            with explain_os_errors(path), contextlib.suppress(FileNotFoundError):  # another process may have met it too
+                say(f"{path}: {error}; renamed to {set_aside(path).name}, and its row is captured again")
+            return None
         values_SLD = tensors["values"]
         if values_SLD.dtype == E4M3:
             values_SLD = values_SLD.float() * tensors["scale"]
@@ -101,6 +104,16 @@ class FeatureStore:
 
     def _path(self, row_id: int) -> Path:
         return self.folder / f"row-{row_id:08d}.safetensors"
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """Raises SafetensorError, OSError, or ValueError when the file is not what `put` wrote."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        metadata = file.metadata() or {}
+    if "values" not in tensors or any(str(checksum(tensor)) != metadata.get(name) for name, tensor in tensors.items()):
+        raise ValueError("its checksum does not match")
+    return tensors
 
 
 def checksum(tensor: Tensor) -> int:

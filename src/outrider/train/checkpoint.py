@@ -10,6 +10,7 @@ A checkpoint is a folder:
 Either is read by any number of processes.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.errors import UserError
-from outrider.files import atomic_folder, check_name, read_json, set_aside, sha256_file, write_json
+from outrider.files import atomic_folder, check_name, explain_os_errors, read_json, set_aside, sha256_file, write_json
 from outrider.model.drafter import Drafter
 from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME
 from outrider.progress import say
@@ -35,11 +36,17 @@ DRAFTER_FOLDER, OPTIMIZER_NAME, RNG_NAME, STATE_NAME = "drafter", "optimizer.saf
 SHARDS_FOLDER = "optimizer"
 FILES = (f"{DRAFTER_FOLDER}/{CONFIG_NAME}", f"{DRAFTER_FOLDER}/{WEIGHTS_NAME}", OPTIMIZER_NAME, RNG_NAME, STATE_NAME)
 
+NAME = re.compile(r"step-(\d{8,})")
+
 Tensors = dict[str, Tensor]
 
 
 class OtherVersionError(UserError):
     """A sound checkpoint that this version of outrider cannot read."""
+
+
+class UnreadableError(UserError):
+    """A checkpoint that the disk or the permissions do not let be read: what it is worth is not known."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +106,15 @@ def checkpoint_path(run_folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
-    """The run's checkpoints, oldest first. Interrupted writes and damaged ones have other names and are not among them."""
-    return sorted((run_folder / "checkpoints").glob("step-????????"))
+    """The run's checkpoints, oldest first. Interrupted writes and damaged ones have other names and are not among them.
+
+    Raises UserError where their folder is a link to one that is not there, which must not be taken for a run without any.
+    """
+    folder = run_folder / "checkpoints"
+    if folder.is_symlink() and not folder.exists():
+        raise UserError(f"{folder}: leads to {folder.readlink()}, which is not there: is its disk mounted?")
+    found = {int(name[1]): path for path in folder.glob("step-*") if (name := NAME.fullmatch(path.name))}
+    return [found[step] for step in sorted(found)]
 
 
 def coming(drafter: Drafter, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -158,7 +172,18 @@ def _files(folder: Path) -> list[str]:
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Raises UserError when a file of the checkpoint is missing, cut or changed, OtherVersionError."""
+    """Raises UserError when a file of the checkpoint is missing, cut or changed, OtherVersionError, UnreadableError."""
+    try:
+        _verify(folder)
+    except (OSError, UserError) as error:
+        cause = error.__cause__ if isinstance(error, UserError) else error
+        if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
+            raise
+        raise UnreadableError(f"{folder}: the checkpoint cannot be read ({cause.strerror}), which is no verdict on it: see to "
+                              "the disk and the permissions; to go on from the one before it, rename its folder") from error
+
+
+def _verify(folder: Path) -> None:
     manifest = read_json(folder / "manifest.json", what="the checkpoint's manifest")
     state = folder / STATE_NAME
     if not isinstance(manifest, dict) or not state.is_file() or sha256_file(state) != manifest.get(STATE_NAME):
@@ -200,16 +225,17 @@ def newest_sound(run_folder: Path) -> Path | None:
     """The newest checkpoint whose files are all as written, or None where there are none at all.
 
     A damaged one is set aside (`files.set_aside`), which is said, and the one before it is tried. Raises UserError when none is
-    sound, OtherVersionError when the newest is of another version.
+    sound, OtherVersionError when the newest is of another version, UnreadableError.
     """
     found = list_checkpoints(run_folder)
     for folder in reversed(found):
         try:
             verify_checkpoint(folder)
-        except OtherVersionError:
+        except (OtherVersionError, UnreadableError):
             raise
         except UserError as error:
-            say(f"{error}; renamed to {set_aside(folder).name}")
+            with explain_os_errors(folder):
+                say(f"{error}; renamed to {set_aside(folder).name}")
             continue
         return folder
     if lost := len(list((run_folder / "checkpoints").glob("step-*.damaged*"))):  # by an earlier start too

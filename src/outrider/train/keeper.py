@@ -6,6 +6,7 @@ Of several processes the first one writes. Where masters are shared out each als
 of everything; the weights come together in the first one's host memory, a tensor at a time, as engines load them.
 """
 
+import contextlib
 import shutil
 import time
 import uuid
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from outrider.config import CheckpointConfig
-from outrider.errors import RunFailure
+from outrider.errors import RunFailure, UserError
 from outrider.files import explain_os_errors
 from outrider.model.drafter import Drafter
 from outrider.progress import say
@@ -197,10 +198,17 @@ def kept(positions: Mapping[Path, Position], policy: CheckpointConfig) -> set[Pa
 
 
 def sweep(run_folder: Path, policy: CheckpointConfig) -> None:
-    """Remove what the policy does not keep, each renamed first so that no checkpoint is ever half there, and killed writes."""
-    with explain_os_errors(run_folder / "checkpoints"):
-        positions = {path: read_position(path) for path in list_checkpoints(run_folder)}
+    """Remove what the policy does not keep, each renamed first so that no checkpoint is ever half there, and killed writes.
+
+    One that says no position is left where it is: it is not known what it is worth, and no reason to end the run.
+    """
+    checkpoints = run_folder / "checkpoints"
+    with explain_os_errors(checkpoints):
+        positions = {}
+        for path in list_checkpoints(run_folder):
+            with contextlib.suppress(UserError):
+                positions[path] = read_position(path)
         for old in positions.keys() - kept(positions, policy):
             old.rename(old.with_name(f".{old.name}.partial"))
-        for leftover in (run_folder / "checkpoints").glob(".step-*.partial"):
+        for leftover in (*checkpoints.glob(".step-*.partial"), *checkpoints.glob(".step-*.retired")):
             leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)  # one that was moved, and linked back

@@ -17,6 +17,7 @@ from outrider.progress import ProgressBar, say
 from outrider.records import AcceptReport
 from outrider.train.checkpoint import list_checkpoints
 from outrider.train.feed import agree_on_bad_rows, micro_batches, rows_after
+from outrider.train.folder import check_place
 from outrider.train.forecast import MEMORY_NAME, CardOf, card_of
 from outrider.train.incidents import logits_bytes, look_at, skip
 from outrider.train.initial import OpenInitial
@@ -55,6 +56,7 @@ def take_part(
     config: RunConfig, processes: Processes, *, check: AcceptanceCheck | None, initial: OpenInitial | None, card_of: CardOf
 ) -> dict[str, Any]:
     """`train` in one of the processes that train together."""
+    check_place(config)
     with only_writer(config.train.folder) if processes.leads else contextlib.nullcontext():
         return _train(config, processes, check, initial, card_of)
 
@@ -64,8 +66,8 @@ def _train(
 ) -> dict[str, Any]:
     began = time.monotonic()
     run = start(config, processes, initial, card_of)
-    with (run.keeper, Watchdog(run.folder, minutes=config.guards.stuck_minutes, rank=processes.rank) as watchdog,
-          StopRequests(began=began, max_hours=config.train.max_hours) as stops,
+    with (StopRequests(began=began, max_hours=config.train.max_hours) as stops,  # until the last checkpoint is written
+          run.keeper, Watchdog(run.folder, minutes=config.guards.stuck_minutes, rank=processes.rank) as watchdog,
           ProgressBar("train", total=run.steps, unit="steps") as bar):
         bar.skip(run.position.step)
         if run.forecast and run.position.step < run.steps:

@@ -29,8 +29,9 @@ class Metrics:
             return
         with explain_os_errors(self.path), self.path.open("ab") as handle:
             if handle.tell() < at_bytes:
-                say(f"{self.path}: has {handle.tell()} bytes where the checkpoint counted {at_bytes}: some lines were lost")
-            handle.truncate(min(handle.tell(), at_bytes))
+                say(f"{self.path}: has {handle.tell()} bytes where the checkpoint counted {at_bytes}: some lines were lost, the "
+                    "run itself is whole")
+            handle.truncate(self._whole_lines(min(handle.tell(), at_bytes)))
         self.losses.extend(self._read_losses())
 
     @property
@@ -61,6 +62,11 @@ class Metrics:
     @property
     def last_loss(self) -> float | None:
         return self.losses[-1] if self.losses else None
+
+    def _whole_lines(self, size: int) -> int:
+        """So many of the first `size` bytes are whole lines: what comes next must not be joined to half of one."""
+        with self.path.open("rb") as handle:
+            return handle.read(size).rfind(b"\n") + 1
 
     def _read_losses(self) -> list[float]:
         """Of the lines that can be read: damage is the report's to count, and no reason to end a run."""

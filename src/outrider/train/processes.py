@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from outrider import progress
 from outrider.errors import RunFailure, UserError
-from outrider.train.signals import STOP_SIGNALS
+from outrider.train.signals import heard
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=12)  # what the first process may take to measure or write while the others wait
@@ -196,7 +196,7 @@ def _passing_on_stops() -> Iterator[None]:
             if child.pid is not None:
                 os.kill(child.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, pass_on) for number in heard()}
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 """Takes signals and the clock, gives one reason to stop, asked for once a step; knows nothing of what is being trained."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -7,8 +8,14 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is the warning that SLURM's --signal=USR1@120 sends
+# SIGHUP comes when a terminal closes, SIGUSR1 is the warning that SLURM's --signal=USR1@120 sends
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_REQUEST_S = 1.0  # a terminal and a launcher may both pass on one Ctrl-C
+
+
+def heard() -> list[signal.Signals]:
+    """The stop signals that this process was not started to ignore, as nohup has SIGHUP ignored."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 class StopRequests:
@@ -28,7 +35,7 @@ class StopRequests:
 
     def __enter__(self) -> "StopRequests":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+            self._before = {number: signal.signal(number, self._on_signal) for number in heard()}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -55,4 +62,5 @@ class StopRequests:
 
 
 def _say_now(message: str) -> None:
-    os.write(2, f"{message}\n".encode())  # print is not safe here: the signal may have come in the middle of a print
+    with contextlib.suppress(OSError):  # the terminal may be what has gone
+        os.write(2, f"{message}\n".encode())  # print is not safe here: the signal may have come in the middle of a print

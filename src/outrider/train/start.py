@@ -1,18 +1,13 @@
 """Takes a RunConfig, gives everything that a training run needs, from its newest checkpoint if it has one; trains nothing."""
 
-import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from outrider import __version__
 from outrider.config import RunConfig, to_toml
 from outrider.data.rows import PreparedRows, load_rows, read_info
 from outrider.errors import UserError
@@ -35,7 +30,8 @@ from outrider.model.drafter import Drafter, count_parameters, initialise
 from outrider.model.published import to_config
 from outrider.progress import say
 from outrider.records import TokenRows
-from outrider.train.checkpoint import Origin, Position, coming, coming_here, load_checkpoint, newest_sound, read_state
+from outrider.train.checkpoint import Origin, Position, coming, coming_here, load_checkpoint, newest_sound
+from outrider.train.folder import RESOLVED_NAME, check_folder, check_inputs, git_commit, versions
 from outrider.train.forecast import CardOf, Forecast, foresee, stretches_of
 from outrider.train.guards import DiskWatch
 from outrider.train.host_memory import short_of
@@ -43,7 +39,7 @@ from outrider.train.initial import OpenInitial, check_initial
 from outrider.train.keeper import Keeper
 from outrider.train.lanes import Trace
 from outrider.train.masters import open_masters
-from outrider.train.metrics import METRICS_NAME, Metrics
+from outrider.train.metrics import Metrics
 from outrider.train.optim import build_optimizer, check_optimizer
 from outrider.train.placement import Devices, Relay, find_devices, open_relay
 from outrider.train.processes import Processes
@@ -52,13 +48,7 @@ from outrider.train.rng import seed_rng
 from outrider.train.roads import Road, open_road
 from outrider.train.step import Learner
 
-RESOLVED_NAME = "resolved.toml"
 FEATURES_NAME = "features"
-FREE_TO_CHANGE = {"target.trust_remote_code", "train.folder", "train.log_every", "train.tracker", "train.max_hours",
-                  "train.accept_every", "train.accept_prompts", "train.accept_tokens", "train.trace_steps",
-                  "features.kernel_cache", "features.require_fast_kernels", "features.server", "features.server_folder",
-                  "features.server_requests", "features.server_check"}
-FREE_SECTIONS = {"checkpoint", "guards", "placement"}
 
 
 @dataclass
@@ -118,7 +108,7 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     settings = resolved.config.train
     devices = find_devices(settings.device, config.placement, processes.place)
     checkpoint = processes.from_first(lambda: newest_sound(settings.folder))
-    _check_folder(resolved, checkpoint)
+    check_folder(resolved.config, checkpoint)
     rows = load_rows(config.data.rows)
     _check_data(resolved, rows)
     _check_share(config, processes, len(rows))
@@ -126,7 +116,7 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     spread = partial(stretches_of, card_of=card_of, row_length=rows.row_length)
     inputs = {"data.rows": read_info(config.data.rows)["rows_sha256"],
               "target.path": processes.from_first(lambda: target_digest(config.target.path))}
-    _check_inputs(checkpoint, inputs)
+    check_inputs(checkpoint, inputs)
     begun = None if checkpoint is not None else _begin(resolved, initial, inputs["target.path"])
     provenance = Provenance(inputs["target.path"], inputs["data.rows"], len(rows), settings.folder / FEATURES_NAME)
     answers = config.data.heldout is not None and processes.leads
@@ -218,7 +208,7 @@ def _room_for_checkpoints(learner: Learner, config: RunConfig, processes: Proces
     """Refuse to start where the disk has no room for a checkpoint, or a machine's memory none for its processes' copies."""
     drafter, optimizer = learner.road.drafter, learner.optimizer
     written, copied = coming(drafter, optimizer), coming_here(drafter, optimizer, leads=processes.leads)
-    disk = DiskWatch(config.train.folder, checkpoint_bytes=sum(tensor.nbytes for tensor in written.values()),
+    disk = DiskWatch(config.train.folder / "checkpoints", checkpoint_bytes=sum(tensor.nbytes for tensor in written.values()),
                      min_free_gib=config.guards.min_free_gib)
     copied_bytes = processes.on_this_machine(sum(tensor.nbytes for tensor in copied.values()))
     if short := processes.first(disk.short() or short_of(copied_bytes)):
@@ -247,56 +237,9 @@ def _origin(resolved: Resolved, ends: Ends, inputs: dict[str, str]) -> Origin:
     return Origin(
         drafter_config=to_config(resolved.shape, embedding_scale=scale, softcap=ends.head.softcap,
                                  dtype=config.train.precision),
-        target=config.target.path, inputs=inputs, config=config.model_dump(mode="json"), versions=_versions(),
-        git_commit=_git_commit(config.train.folder),
+        target=config.target.path, inputs=inputs, config=config.model_dump(mode="json"), versions=versions(),
+        git_commit=git_commit(config.train.folder),
     )
-
-
-def _versions() -> dict[str, str]:
-    return {"outrider": __version__, **{name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")}}
-
-
-def _git_commit(folder: Path) -> str | None:
-    """The commit checked out where `folder` lies; None outside a repository, or where there is no git."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-    asked = subprocess.run([git, "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() if asked.returncode == 0 else None
-
-
-def _check_folder(resolved: Resolved, checkpoint: Path | None) -> None:
-    """Refuse a folder that holds something else, or a run of which a field that matters has changed since."""
-    folder = resolved.config.train.folder
-    if checkpoint is None:
-        if (folder / METRICS_NAME).exists() and not (folder / RESOLVED_NAME).exists():
-            raise UserError(f"train.folder = '{folder}': holds a {METRICS_NAME} that no run wrote: choose another folder")
-        return
-    state = read_state(checkpoint)
-    changed = _changes(state["config"], resolved.config.model_dump(mode="json"))
-    if changed:
-        raise UserError(f"train.folder = '{folder}': holds a run of another run file ({', '.join(changed)}): undo the change "
-                        "to go on with it, or start a new one with --set train.folder=...")
-    for name, now in _versions().items():
-        if state["versions"].get(name) != now:
-            say(f"{name} is {now}, {state['versions'].get(name)} wrote {checkpoint.name}: numbers may differ in their last bits")
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The fields that differ and matter, `section.key (old -> new)`."""
-    names = [(section, key) for section in now for key in now[section]
-             if section not in FREE_SECTIONS and f"{section}.{key}" not in FREE_TO_CHANGE]
-    values = [(f"{section}.{key}", before.get(section, {}).get(key), now[section][key]) for section, key in names]
-    return [f"{name} ({old} -> {new})" for name, old, new in values if old != new]
-
-
-def _check_inputs(checkpoint: Path | None, inputs: dict[str, str]) -> None:
-    """Refuse to go on with other content behind the same paths."""
-    before = inputs if checkpoint is None else read_state(checkpoint)["inputs"]
-    for name in sorted(before.keys() | inputs.keys()):
-        if before.get(name) != inputs.get(name):
-            raise UserError(f"{name}: what it names has changed since {checkpoint} was written: bring it back, or start a new "
-                            "run with --set train.folder=...")
 
 
 def _check_data(resolved: Resolved, rows: PreparedRows) -> None:

@@ -15,7 +15,7 @@ from outrider.model.drafter import count_parameters
 from outrider.records import DrafterShape
 from outrider.report.metrics import METRICS_NAME, MeasuredLine, read_metrics
 from outrider.train.checkpoint import read_state
-from outrider.train.start import RESOLVED_NAME
+from outrider.train.folder import RESOLVED_NAME
 from outrider.verify.page import EVALUATION_NAME, markdown, read_page
 from outrider.weights.golden import GOLDEN_NAME, STAGES
 
