@@ -114,7 +114,7 @@ def test_resume_goes_on_and_refuses_a_changed_run(
     ("drafter.mask_token_id=257", ["drafter.mask_token_id = 257", "occurs in the data"]),
     ("drafter.mask_token_id=100000", ["drafter.mask_token_id = 100000", "0.."]),
     ("optimizer.learning_rat=1", ["unknown key 'optimizer.learning_rat'", "did you mean 'optimizer.learning_rate'"]),
-    ("train.device=gpu9", ["train.device = 'gpu9'", "cpu"]),
+    ("train.device=gpu9", ['train.device = "gpu9"', "cpu"]),
     ("data.rows=nowhere", ["nowhere"]),
     ("data.heldout=nowhere.jsonl", ["nowhere.jsonl"]),
     ("target.path=./nowhere", ["nowhere", "config.json"]),

@@ -83,6 +83,8 @@ def test_the_run_is_frozen(tmp_path: Path) -> None:
     ("train.epochs=true", "train.epochs = true: must be a whole number"),
     ("train.epochs=2.5", "train.epochs = 2.5: must be a whole number"),
     ("train.epochs=0", "train.epochs = 0: must be greater than or equal to 1"),
+    ("train.device=gpu0", "train.device = \"gpu0\": must be 'cpu', 'cuda', or one card such as 'cuda:1'"),
+    ("train.device=cuda:x", "train.device = \"cuda:x\": must be 'cpu', 'cuda', or one card such as 'cuda:1'"),
     ("optimizer.learning_rate=true", "optimizer.learning_rate = true: must be a number"),
     ("drafter.num_layers=1000", "drafter.num_layers = 1000: must be less than or equal to 128"),
     ("drafter.num_target_features=1000", "drafter.num_target_features = 1000: must be less than or equal to 128"),

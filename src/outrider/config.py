@@ -18,7 +18,8 @@ Positive = Annotated[Whole, Field(ge=1)]
 Layers = Annotated[Whole, Field(ge=1, le=128)]
 Heads = Annotated[Whole, Field(ge=1, le=1024)]
 Size = Annotated[Whole, Field(ge=1, le=2**20)]
-Rows = Annotated[Whole, Field(ge=1, le=4096)]
+MOST_ROWS = 4096  # a micro-batch, and micro-batches a step
+Rows = Annotated[Whole, Field(ge=1, le=MOST_ROWS)]
 Real = Annotated[float, Field(strict=True)]
 Share = Annotated[Real, Field(ge=0.0, le=1.0)]
 Place = Annotated[Path, AfterValidator(Path.expanduser)]
@@ -43,6 +44,15 @@ def _address(address: str) -> str:
     if not re.match(r"https?://[^/]", address):
         raise ValueError("must be an address such as http://host:8000")
     return address
+
+
+DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
+
+
+def _device(name: str) -> str:
+    if not DEVICE.fullmatch(name):
+        raise ValueError("must be 'cpu', 'cuda', or one card such as 'cuda:1'")
+    return name
 
 
 class Section(BaseModel):
@@ -183,7 +193,7 @@ class TrainConfig(Section):
     folder: Place
     init_from: Place | None = None
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
-    device: str = "cpu"
+    device: Annotated[str, AfterValidator(_device)] = "cpu"
     attention: Literal["dense", "fused"] | None = None
     activation_budget: Annotated[Real, Field(gt=0, le=1)] = 1.0
     precision: DType = "bfloat16"

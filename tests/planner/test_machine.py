@@ -22,6 +22,8 @@ from outrider.planner.doctor.machine import (
     driver_finding,
     fits,
     look_at,
+    rows_finding,
+    target_finding,
     version_findings,
 )
 from outrider.planner.doctor.readings import CardProcess
@@ -35,8 +37,9 @@ HERE = [f"target.path={BORN_FROM.with_suffix('')}"]
 
 @pytest.fixture
 def asked(born_from: Job, tmp_path: Path) -> Asked:  # noqa: F811
-    return Asked(job=born_from, roles=("capture", "learn"), folder=tmp_path / "not" / "there", disk_bytes=GIB,
-                 kernel_cache=tmp_path, cuda=True, fused=True, linear=True)
+    return Asked(job=born_from, roles=("capture", "learn"), target=str(BORN_FROM.with_suffix("")), rows=tmp_path / "rows",
+                 heldout=None, folder=tmp_path / "not" / "there", disk_bytes=GIB, kernel_cache=tmp_path, cuda=True, fused=True,
+                 linear=True)
 
 
 @pytest.mark.parametrize(("driver", "cuda", "ok", "word"), [
@@ -170,3 +173,23 @@ def test_a_machine_without_a_gpu_says_so_and_what_can_be_done(capsys: pytest.Cap
 def test_the_run_file_is_named_once() -> None:
     with pytest.raises(UserError, match="is named as the run file too: name one"):
         cli.doctor(BORN_FROM, record=None, log=None, run=Path("other.toml"), settings=None, row_length=None)
+
+
+def test_a_run_without_its_data_is_not_sound(asked: Asked, toy_rows: Path, tmp_path: Path) -> None:
+    assert rows_finding(asked).ok is False
+    assert "make it with outrider prepare" in rows_finding(asked).message
+    there = replace(asked, rows=toy_rows)
+    assert rows_finding(there).ok
+    count = json.loads((toy_rows / "rows.json").read_text())["num_rows"]
+    short = rows_finding(replace(there, job=replace(asked.job, accumulation=count + 1)))
+    assert (short.ok, f"{count} rows, a step takes {count + 1}" in short.message) == (False, True)
+    assert "there is no such file" in rows_finding(replace(there, heldout=tmp_path / "held.jsonl")).message
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "rows.json").write_text((toy_rows / "rows.json").read_text())
+    assert "rows.parquet: the prepared rows are missing" in rows_finding(asked).message
+
+
+def test_a_target_without_weights_is_enough_to_plan_alone(toy_folder: Any) -> None:
+    bare, whole, far = map(target_finding, (str(BORN_FROM.with_suffix("")), str(toy_folder()), "me/model"))
+    assert (bare.ok, whole.ok, far.ok) == (False, True, None)
+    assert "enough to plan, not to train" in bare.message

@@ -180,6 +180,29 @@ def test_one_row_at_a_time_keeps_the_rows_of_a_step(born_from: Job) -> None:  # 
     assert changed.micro_batches == 4
 
 
+def test_one_row_at_a_time_is_not_suggested_beyond_what_a_run_file_takes(born_from: Job) -> None:  # noqa: F811
+    assert not any("train.accumulation" in settings for settings, _ in slower(replace(born_from, rows=4, accumulation=2048)))
+    assert any("train.accumulation" in settings for settings, _ in slower(replace(born_from, rows=4, accumulation=1024)))
+
+
+def test_features_from_a_server_leave_the_card_to_the_drafter() -> None:
+    """What a pair's learning card holds, and no target anywhere."""
+    pairs = next(plan for plan in every(planned(placement="pairs")) if plan["placement"].startswith("2 pairs"))
+    learner = next(device for device in pairs["devices"] if device["role"] == "learn")
+    found = every(planned(settings=[f"target.path={BORN_FROM.with_suffix('')}", 'features.server="http://host:8000"']))
+    assert {plan["placement"] for plan in found} == {
+        "1 x drafter on one card, features from a server", "4 x drafter on one card, features from a server, ddp",
+        "4 x drafter on one card, features from a server, fsdp2"}
+    assert all([device["role"] for device in plan["devices"]] == ["learn"] for plan in found)
+    ddp = next(plan for plan in found if plan["placement"].endswith("ddp"))
+    assert ddp["devices"][0]["peak_bytes"] == learner["peak_bytes"]
+    assert not any("target" in stage for stage in ddp["stages_ms"])
+    assert "where the server gives features as fast" in ddp["verdict"]
+    for options in ({"placement": "pairs"}, {"simulate": 8}):
+        with pytest.raises(UserError, match=r"features\.server .*leave one of them out"):
+            planned(settings=[f"target.path={BORN_FROM.with_suffix('')}", 'features.server="http://host:8000"'], **options)
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("4x rtx-pro-600", "did you mean 'rtx-pro-6000'"), ("0x h200", "must be between 1 and 1024"), ("", "must read like"),
     ("h200, l40s", "cards of several kinds"),

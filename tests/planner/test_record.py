@@ -33,8 +33,8 @@ def made(path: Path, job: Job, **changes: Any) -> Record:
         raise torch.OutOfMemoryError(MESSAGE)
     except RuntimeError as error:
         moment = Moment("backward", 7, True, ((5, 5), (6, 5), (7, 6)))
-        record.write(path, error, moment=moment, job=job, ledger=learner(job), held=held,
-                     settings=load_run(BORN_FROM).model_dump(mode="json"), device=torch.device("cpu"), allowed_share=1.0)
+        planned = record.Planned(load_run(BORN_FROM).model_dump(mode="json"), job, learner(job))
+        record.write(path, error, moment=moment, planned=planned, held=held, device=torch.device("cpu"))
     changed = replace(record.read(path), **changes)
     path.write_text(json.dumps(asdict(changed)), encoding="utf-8")
     return changed

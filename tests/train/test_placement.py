@@ -176,8 +176,6 @@ def test_features_that_never_come_are_given_up(toy_target: ToyTarget) -> None:
 
 
 @pytest.mark.parametrize(("name", "settings", "place", "sentence"), [
-    ("gpu0", {}, FIRST, r"train\.device = 'gpu0': not a device"),
-    ("meta", {}, FIRST, r"train\.device = 'meta': not supported"),
     ("cuda:99", {}, FIRST, r"needs 1 CUDA device\(s\) from number 99 on, and \d+ CUDA devices were found"),
     ("cuda", {"capture_cards": 60}, Place(1, 2, 1), r"needs 61 CUDA device\(s\) from number 61 on"),
     ("cuda", {"capture_cards": 4, "cards_per_target": 2}, FIRST, r"needs 5 CUDA device\(s\) from number 0 on"),

@@ -13,7 +13,7 @@ from outrider.cli.training import train_here
 from outrider.cli.turns import as_text, turns
 from outrider.command import main as main
 from outrider.command import verb
-from outrider.config import DType, load_run
+from outrider.config import DEVICE, DType, load_run
 from outrider.errors import UserError
 from outrider.files import check_out_file, only_writer
 
@@ -362,7 +362,7 @@ def _dtype(name: str) -> str:
 def _device(name: str) -> str:
     import torch
 
-    if name != "cpu" and not (name.split(":")[0] == "cuda" and torch.cuda.is_available()):
-        raise UserError(f"--device {name}: must be cpu, or cuda where a CUDA device is found")
+    if not DEVICE.fullmatch(name) or (name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count()):
+        raise UserError(f"--device {name}: must be cpu, or cuda where a CUDA device is found ({torch.cuda.device_count()} here)")
     return name
 

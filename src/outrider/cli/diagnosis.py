@@ -53,7 +53,8 @@ def look_at_machine(run: Path | None, settings: Sequence[str], row_length: int |
         job, roles = _where(config, job)
         needed = sum(line.bytes for line in host(job))  # a checkpoint, copied before it is written
         asked = Asked(
-            job=job, roles=roles, folder=config.train.folder, kernel_cache=config.features.kernel_cache,
+            job=job, roles=roles, target=config.target.path, rows=config.data.rows, heldout=config.data.heldout,
+            folder=config.train.folder, kernel_cache=config.features.kernel_cache,
             disk_bytes=(config.checkpoint.keep_last + 1) * needed + int(config.guards.min_free_gib * 2**30),
             cuda=device != "cpu", fused=device != "cpu" and config.train.attention == "fused",
             linear=any(layer.kind == LINEAR for layer in job.target.layers[: job.captured]),

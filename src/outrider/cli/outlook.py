@@ -44,7 +44,7 @@ class Ahead:
 def plan_from(run: Path, settings: Sequence[str], cards: Cards, wanted: Wanted, ahead: Ahead) -> dict[str, Any]:
     """The plan of a run file, and with `ahead` its simulation under `simulated`. Raises UserError."""
     from outrider.planner.measured import read_measured
-    from outrider.planner.outlook import look_ahead
+    from outrider.planner.outlook import Case, look_ahead
     from outrider.planner.run import plan_run
 
     for name, given in (("--times", ahead.times), ("--page", ahead.page)):
@@ -57,6 +57,8 @@ def plan_from(run: Path, settings: Sequence[str], cards: Cards, wanted: Wanted, 
     measured = read_measured(ahead.times) if ahead.times is not None else None
     gpus, rates = _known(cards)
     resolved, job = job_of(run, settings, row_length=wanted.row_length, suppositions=wanted.suppositions)
+    if ahead.gpus is not None and job.served:
+        raise UserError(f"--simulate {ahead.gpus}: how fast features.server is cannot be planned: leave one of them out")
     if cards.calibrate is not None:
         gpus, rates = _measured(cards.calibrate, job)
     result = plan_run(job, gpus, placement=wanted.placement, vary=wanted.vary, explain=wanted.explain)
@@ -65,7 +67,8 @@ def plan_from(run: Path, settings: Sequence[str], cards: Cards, wanted: Wanted, 
                                                     "reached on one H200: see docs/plan.md"}
     if ahead.gpus is None:
         return result
-    simulated = look_ahead(job, gpus[0], len(gpus), ahead.gpus, measured, resolved.config.placement, wanted.placement)
+    case = Case(job, gpus[0], len(gpus), measured, resolved.config.placement, wanted.placement)
+    simulated = look_ahead(case, ahead.gpus)
     if ahead.page is not None:
         write_outlook(ahead.page, simulated)
         simulated["page"] = str(ahead.page)

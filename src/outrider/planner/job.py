@@ -22,7 +22,7 @@ class Job:
     `rows` of `row_length` tokens a micro-batch with `anchors` blocks each, `accumulation` of them a step, shared out over
     `replicas` learners. `sharded`: each holds its part of masters, gradients and moments (FSDP2), else all of them (DDP).
     `packed`: capture takes whole rows, its layers compiled. `cuts`: of a target that is spread over several cards, the first
-    layer of each but the first.
+    layer of each but the first. `served`: features come from a server.
     """
 
     drafter: DrafterShape
@@ -47,6 +47,7 @@ class Job:
     replicas: int
     sharded: bool
     cuts: tuple[int, ...] = ()  # a record of before targets were spread has none
+    served: bool = False
 
     @property
     def micro_batches(self) -> int:
@@ -143,6 +144,7 @@ def job_of(
         activation_budget=config.train.activation_budget,
         logits_bytes=config.objective.logits_mib * 2**20, plain_logits="plain-logits" in suppositions,
         eager_mask="eager-mask" in suppositions, target_dtype=config.target.dtype, fp8=config.features.precision == "fp8",
+        served=config.features.server is not None,
         packed=config.features.documents == "packed",
         kept=config.features.keep != "no", prefetch=False, whole_target=config.data.heldout is not None,
         replicas=replicas, sharded=sharded,

@@ -1,7 +1,7 @@
 """Takes a job, a kind of card and stage times, gives what each arrangement of so many cards brings, best first; runs nothing."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.config import PlacementConfig
@@ -13,65 +13,77 @@ from outrider.planner.plan import PLACEMENTS, placement_name, plan_of, shared_ou
 from outrider.planner.simulate import Arrangement, Simulated, StageTimes, arrangements_of, simulate
 from outrider.planner.speed import LINK_SHARE, parts, sum_ms
 from outrider.planner.timeline import within
+from outrider.progress import ProgressBar
 
 MOST_GPUS = 64
 STEPS_DRAWN, PROCESSES_DRAWN = 2, 4
 
 
-def look_ahead(
-    job: Job, gpu: Gpu, per_machine: int, gpus: int, measured: Measured | None, settings: PlacementConfig,
-    placement: str | None,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Case:
+    """What is arranged: a job on cards of one kind, `per_machine` of them in a machine, with the run's settings. Times that were
+    not `measured` are the plan's own. `placement`: these arrangements alone (None: all)."""
+
+    job: Job
+    gpu: Gpu
+    per_machine: int
+    measured: Measured | None
+    settings: PlacementConfig
+    placement: str | None
+
+
+def look_ahead(case: Case, gpus: int) -> dict[str, Any]:
     """What `outrider plan --simulate` adds to a plan: every arrangement of `gpus` cards, the best one's time line, and the best
     for each smaller number of cards that is a power of two.
 
-    `per_machine`: cards of one machine. Times that were not measured are the plan's own. A step has `train.accumulation`
-    micro-batches, at least one a process: where the run file has fewer, `changes` says what it needs. `placement`: these
-    arrangements alone. Raises UserError.
+    A step has `train.accumulation` micro-batches, at least one a process: where the run file has fewer, `changes` says what it
+    needs. Raises UserError.
     """
     if not 1 <= gpus <= MOST_GPUS:
         raise UserError(f"--simulate {gpus}: must be a number of GPUs from 1 to {MOST_GPUS}")
-    found = _arranged(job, gpu, per_machine, gpus, measured, settings, placement)
-    if not found:
-        raise UserError(f"--placement {placement}: has no arrangement that takes all of --simulate {gpus}: name another number, "
-                        "or another placement")
     counts = [2**i for i in range(gpus.bit_length()) if 2**i < gpus]
-    smaller = [fewer[0][0] for count in counts
-               if (fewer := _arranged(job, gpu, per_machine, count, measured, settings, placement))]
-    best, drawn = found[0]
+    asked = {count: _asked(case, count) for count in (gpus, *counts)}
+    if not asked[gpus]:
+        raise UserError(f"--placement {case.placement}: has no arrangement that takes all of --simulate {gpus}: name another "
+                        "number, or another placement")
+    with ProgressBar("simulate", total=sum(map(len, asked.values())), unit="arrangements") as bar:
+        found = {count: _arranged(case, each, bar) for count, each in asked.items() if each}
+    best, drawn = found[gpus][0]
     return {
-        "gpus": gpus, "gpus_per_machine": per_machine, "turns": settings.turns,
-        "times": measured.source if measured else "the plan's own predictions, none measured",
-        "arrangements": [values for values, _ in found],
+        "gpus": gpus, "gpus_per_machine": case.per_machine, "turns": case.settings.turns,
+        "times": case.measured.source if case.measured else "the plan's own predictions, none measured",
+        "arrangements": [values for values, _ in found[gpus]],
         "by_gpus": [{key: one[key] for key in ("gpus", "placement", "step_ms", "supervised_tokens_per_s", "fits")}
-                    for one in (*smaller, best)],
+                    for one in (*(found[count][0][0] for count in counts if count in found), best)],
         "spans": [{"lane": s.lane, "label": s.label, "begin_ms": s.begin, "end_ms": s.end} for s in _drawn(drawn)],
     }
 
 
-def _arranged(
-    job: Job, gpu: Gpu, per_machine: int, gpus: int, measured: Measured | None, settings: PlacementConfig,
-    placement: str | None,
-) -> list[tuple[dict[str, Any], Simulated]]:
-    """Every arrangement of `placement` (None: all) with its simulation: what fits first, then by supervised tokens a second."""
-    found = []
-    for processes, cards in arrangements_of(gpus):
-        if placement not in (None, PLACEMENTS[min(cards, 2)]):
-            continue
+def _asked(case: Case, gpus: int) -> list[tuple[int, int]]:
+    """Processes and capture cards of each, for every arrangement of so many cards that is asked for."""
+    return [(processes, cards) for processes, cards in arrangements_of(gpus)
+            if case.placement in (None, PLACEMENTS[min(cards, 2)])]
+
+
+def _arranged(case: Case, asked: Sequence[tuple[int, int]], bar: ProgressBar) -> list[tuple[dict[str, Any], Simulated]]:
+    """Each arrangement with its simulation: what fits first, then by supervised tokens a second."""
+    job, settings, found = case.job, case.settings, []
+    for processes, cards in asked:
         needed, placed = shared_out(job, processes, sharded=settings.sharding == "fsdp2" and processes > 1)
         placed = replace(placed, prefetch=cards > 0)
-        plan = plan_of(placement_name(processes, cards, placed.sharded), placed, gpu, cards, needed)
-        arrangement = Arrangement(processes, cards, placed.micro_batches, settings.turns == "one_at_a_time", per_machine)
-        times = stage_times(placed, gpu, measured, cards)
+        plan = plan_of(placement_name(processes, cards, placed.sharded), placed, case.gpu, cards, needed)
+        arrangement = Arrangement(processes, cards, placed.micro_batches, settings.turns == "one_at_a_time", case.per_machine)
+        times = stage_times(placed, case.gpu, case.measured, cards)
         simulated = simulate(times, arrangement)
         per_s = 1e3 * placed.accumulation / simulated.step_ms
         found.append(({
-            "placement": plan.placement, "gpus": gpus, "processes": processes, "capture_cards": cards, "fits": plan.fits,
+            "placement": plan.placement, "gpus": plan.gpus, "processes": processes, "capture_cards": cards, "fits": plan.fits,
             "headroom_bytes": plan.headroom, "step_ms": simulated.step_ms, "micro_batches": arrangement.micro_batches,
             "stages_ms": vars(times), "waits": simulated.waits,
             "supervised_tokens_per_s": job.predicted * per_s, "tokens_per_s": job.context * per_s,
             "changes": needed,
         }, simulated))
+        bar.advance(1)
     return sorted(found, key=lambda one: (not one[0]["fits"], -one[0]["supervised_tokens_per_s"]))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from outrider.config import MOST_ROWS
 from outrider.errors import UserError
 from outrider.planner.gpus import Gpu
 from outrider.planner.job import Job
@@ -80,7 +81,8 @@ def make_plans(job: Job, gpus: Sequence[Gpu], *, placements: Sequence[str], vary
             raise UserError(f"--placement {name}: takes at least {least} cards, --gpus has {len(gpus)}: name more, or another "
                             "placement")
     plans = []
-    for placement, replicas, cards, sharded in _placements(len(gpus), placements):
+    for replicas, cards, sharded in _placements(len(gpus), ("colocated",) if job.served else placements):
+        placement = placement_name(replicas, cards, sharded, served=job.served)
         needed, placed = shared_out(job, replicas, sharded=sharded)
         as_given = plan_of(placement, placed, gpus[0], cards, needed)
         plans.append(as_given)
@@ -89,25 +91,27 @@ def make_plans(job: Job, gpus: Sequence[Gpu], *, placements: Sequence[str], vary
     return sorted(plans, key=lambda plan: (not plan.fits, -plan.supervised_tokens_per_s if plan.fits else -plan.headroom))
 
 
-def _placements(count: int, wanted: Sequence[str]) -> Iterator[tuple[str, int, int, bool]]:
-    """Name, replicas, capture cards of each replica besides its own, whether masters are shared out."""
+def _placements(count: int, wanted: Sequence[str]) -> Iterator[tuple[int, int, bool]]:
+    """Replicas, capture cards of each besides its own, whether masters are shared out."""
     for replicas in sorted({1, count}):
         if "colocated" in wanted:
             for sharded in (False, True)[: 1 if replicas == 1 else 2]:
-                yield placement_name(replicas, 0, sharded), replicas, 0, sharded
+                yield replicas, 0, sharded
     if "pairs" in wanted and count >= FEWEST_CARDS["pairs"]:
         for replicas in sorted({1, count // 2}):
-            yield placement_name(replicas, 1, False), replicas, 1, False
+            yield replicas, 1, False
     if "fan-in" in wanted and count >= FEWEST_CARDS["fan-in"]:
-        yield placement_name(1, count - 1, False), 1, count - 1, False
+        yield 1, count - 1, False
 
 
-def placement_name(replicas: int, cards: int, sharded: bool) -> str:
-    """What a person calls `replicas` learners with `cards` for capture each."""
+def placement_name(replicas: int, cards: int, sharded: bool, *, served: bool = False) -> str:
+    """What a person calls `replicas` learners with `cards` for capture each, or features from a server."""
     if cards > 1:
         name = f"{f'{replicas} x ' if replicas > 1 else ''}{cards} target cards feed 1 drafter card"
     elif cards:
         name = f"{replicas} pair{'s' if replicas > 1 else ''}: target card, drafter card"
+    elif served:
+        name = f"{replicas} x drafter on one card, features from a server"
     else:
         name = f"{replicas} x target and drafter on one card"
     return f"{name}, {'fsdp2' if sharded else 'ddp'}" if replicas > 1 else name
@@ -120,19 +124,22 @@ def shared_out(job: Job, replicas: int, *, sharded: bool) -> Change:
 
 
 def plan_of(placement: str, job: Job, gpu: Gpu, cards: int, changes: Mapping[str, object]) -> Plan:
-    """One way to run the job: each replica on its own card, with `cards` more for its target, or on one with it (0)."""
-    job = replace(job, prefetch=cards > 0)
+    """One way to run the job: each replica on its own card, with `cards` more for its target, or on one with it (0). How fast a
+    server gives features is not known: the step is that of one that keeps up."""
+    job = replace(job, prefetch=cards > 0 or job.served)
     devices: tuple[DevicePlan, ...]
     if cards:
         devices = (DevicePlan(job.replicas * cards, gpu, capturer(job)), DevicePlan(job.replicas, gpu, learner(job)))
     else:
-        devices = (DevicePlan(job.replicas, gpu, colocated(job)),)
+        devices = (DevicePlan(job.replicas, gpu, learner(job) if job.served else colocated(job)),)
     time, micro = parts(job, gpu), job.micro_batches
     if cards:
         waited = max(0.0, time.capture / cards - time.learn)
         stages = {"drafter": micro * time.learn, "waiting for the target": micro * waited}
     else:
-        stages = {"target": micro * time.capture, "drafter": micro * time.learn}
+        stages = {"drafter": micro * time.learn}
+        if not job.served:
+            stages = {"target": micro * time.capture, **stages}
     stages |= {"sum of gradients": sum_ms(job, gpu), "optimizer": time.update}
     step_ms = sum(stages.values())
     per_s = job.accumulation * 1e3 / step_ms
@@ -168,8 +175,8 @@ def slower(job: Job) -> Iterator[Change]:
     """The same learning in less memory and more time."""
     for budget in _budgets(job):
         yield {"train.activation_budget": budget}, replace(job, activation_budget=budget)
-    if job.rows > 1:
-        accumulation = job.accumulation * job.rows
+    accumulation = job.accumulation * job.rows
+    if job.rows > 1 and accumulation <= MOST_ROWS:
         yield ({"train.rows_per_batch": 1, "train.accumulation": accumulation}, replace(job, rows=1, accumulation=accumulation))
 
 
@@ -179,7 +186,7 @@ def coarser_moments(job: Job) -> Iterator[Change]:
 
 
 def coarser_features(job: Job, *, fp8: bool) -> Iterator[Change]:
-    if fp8 and not job.fp8:
+    if fp8 and not job.fp8 and not job.served and job.target.quantised is None:  # else captured from as it is served, or came
         yield {"features.precision": "fp8"}, replace(job, fp8=True)
 
 

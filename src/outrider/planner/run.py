@@ -40,6 +40,8 @@ def plan_run(job: Job, gpus: Sequence[Gpu], *, placement: str | None, vary: bool
     """
     if placement is not None and placement not in PLACEMENTS:
         raise UserError(f"--placement {placement}: must be one of {', '.join(PLACEMENTS)}")
+    if placement is not None and job.served:
+        raise UserError(f"--placement {placement}: features.server has the target elsewhere: leave one of them out")
     plans = make_plans(job, gpus, placements=PLACEMENTS if placement is None else (placement,), vary=vary)
     best, *others = plans
     return {
@@ -71,8 +73,9 @@ def verdict(plan: Plan) -> str:
     settings = "".join(f", {key}={value}" for key, value in plan.changes.items())
     named = f"{plan.placement}{settings}"
     if plan.fits:
+        server = ", where the server gives features as fast" if plan.job.served else ""
         return (f"{named}: fits with {plan.headroom / GIB:.1f} GiB to spare, {plan.supervised_tokens_per_s:,.0f} supervised "
-                f"tokens/s ({plan.tokens_per_s:,.0f} row tokens/s)")
+                f"tokens/s ({plan.tokens_per_s:,.0f} row tokens/s{server})")
     fullest = min(plan.devices, key=lambda device: device.headroom)
     line = telling_line(fullest.ledger)
     return (f"{named}: does not fit, {-plan.headroom / GIB:.1f} GiB too much on the {fullest.ledger.role} card in "

@@ -6,11 +6,14 @@ the present features, and at a step's end for the gradient's norm. Launches them
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import gcd
 
 from outrider.planner.timeline import waits_by_side
 from outrider.records import Span
 
-STEPS = 12  # simulated, and more where many rows are ahead: the first half fills the queues
+STEPS, LEAST_STEPS = 6, 2  # in the steady state, and as many before it, more where rows are ahead: they fill the queues
+ENOUGH = 192  # micro-batches in the steady state: fewer steps of many
+ROUNDS = 100  # of the capture cards, after which it does not matter in the middle of which one it ends
 
 
 @dataclass(frozen=True)
@@ -80,13 +83,13 @@ class _Process:
 
 def simulate(times: StageTimes, arrangement: Arrangement) -> Simulated:
     """Run some optimizer steps on paper."""
-    steps = STEPS + 2 * -(-arrangement.ahead // arrangement.micro_batches)
+    fill, steady = _lengths(arrangement)
     per_machine = max(1, arrangement.gpus_per_machine // (1 + arrangement.capture_cards))
     processes = [_Process(p, p // per_machine, arrangement.capture_cards) for p in range(arrangement.processes)]
     turn_free: dict[int, float] = {}
     spans: list[Span] = []
     ends = []
-    for step in range(steps):
+    for step in range(fill + steady):
         for micro in range(arrangement.micro_batches):
             row = step * arrangement.micro_batches + micro
             for process in sorted(processes, key=lambda process: process.host):
@@ -100,9 +103,19 @@ def simulate(times: StageTimes, arrangement: Arrangement) -> Simulated:
             spans.append(Span(lane, "update", met, met + times.update))
             process.host = process.learn_free = met + times.update
         ends.append(met + times.update)
-    half = steps // 2
-    began, ended = ends[half - 1], ends[-1]
-    return Simulated(tuple(spans), (began, ended), (ended - began) / (steps - half), waits_by_side(spans, began, ended))
+    began, ended = ends[fill - 1], ends[-1]
+    return Simulated(tuple(spans), (began, ended), (ended - began) / steady, waits_by_side(spans, began, ended))
+
+
+def _lengths(arrangement: Arrangement) -> tuple[int, int]:
+    """Steps that fill the queues, and steps of the steady state: whole rounds of the capture cards where a part of one counts."""
+    micro, cards = arrangement.micro_batches, arrangement.capture_cards
+    steady = min(STEPS, max(LEAST_STEPS, ENOUGH // micro))
+    fill = steady + -(-arrangement.ahead // micro)
+    if steady * micro < ROUNDS * cards:
+        whole = cards // gcd(cards, micro)
+        steady = whole * -(-steady // whole)
+    return fill, steady
 
 
 def _micro_batch(

@@ -36,7 +36,12 @@ def _weights(job: Job, within: range) -> Iterator[Line]:
         yield line("target: layers in FP8", {"elements": matrices}, "float8", at.LOAD, at.LAST, role="capture")
         yield line("target: row scales", {"rows": rows}, "float32", at.LOAD, at.LAST, role="capture")
     else:
-        yield line("target: layers", {"elements": matrices}, job.target_dtype, at.LOAD, at.LAST, role="capture")
+        packed, bits = sum(x.packed for x in layers), job.target.bits
+        if packed and bits:
+            yield line(f"target: layers, {bits:.2f} bits a weight ({job.target.quantised})", {"bytes": int(packed * bits / 8)},
+                       "uint8", at.LOAD, at.LAST, role="capture")
+        if matrices > packed:
+            yield line("target: layers", {"elements": matrices - packed}, job.target_dtype, at.LOAD, at.LAST, role="capture")
     yield line("target: norms, convolutions, routers", {"elements": other}, job.target_dtype, at.LOAD, at.LAST, role="capture")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from outrider.errors import UserError
 from outrider.features.facts import read_text_config
+from outrider.planner.quantised import Quantised, read_quantised
 
 LINEAR = "linear_attention"
 GATED_QUERIES = ("qwen3_5", "qwen3_next")  # their attention's query projection also makes the output's gate
@@ -16,6 +17,7 @@ class TargetLayer:
     """One decoder layer. `matrices`: elements of its projections and experts, those that FP8 halves; `other`: norms, routers,
     convolutions. `active`: elements of `matrices` that one token meets (fewer than all of them with experts).
 
+    `packed`: elements of `matrices` whose weights came quantised, and stay so.
     `mixer_width`: channels that attention or recurrence holds for a token at its fullest moment, `wide`: channels of one
     feed-forward projection. `score_channels`: H * C of an attention layer's scores (0 for a recurrent layer), `window` or None.
     """
@@ -29,17 +31,21 @@ class TargetLayer:
     out_features: int
     score_channels: int
     window: int | None
+    packed: int = 0
 
 
 @dataclass(frozen=True)
 class TargetShape:
-    """A target from its text config alone: D width, V vocabulary, layers in order."""
+    """A target from its text config alone: D width, V vocabulary, layers in order. `quantised`: the method its weights came
+    quantised by, `bits` what one such weight takes, its share of scales included (None: not known here)."""
 
     model_type: str
     hidden_size: int
     vocab_size: int
     tied: bool
     layers: tuple[TargetLayer, ...]
+    quantised: str | None = None
+    bits: float | None = None
 
     @property
     def parameters(self) -> int:
@@ -69,16 +75,18 @@ def target_shape(values: Mapping[str, Any], *, where: str) -> TargetShape:
                         "plan with a target of another kind")
     count = values["num_hidden_layers"]
     kinds = values.get("layer_types") or ["full_attention"] * count
+    found, named = read_quantised(values), values.get("quantization_config")
     return TargetShape(
         model_type=str(values.get("model_type")),
         hidden_size=values["hidden_size"],
         vocab_size=values["vocab_size"],
         tied=bool(values.get("tie_word_embeddings")),
-        layers=tuple(_layer(values, kinds[i], i) for i in range(count)),
+        layers=tuple(_layer(values, kinds[i], i, found) for i in range(count)),
+        quantised=str(named.get("quant_method")) if isinstance(named, Mapping) else None, bits=found.bits if found else None,
     )
 
 
-def _layer(values: Mapping[str, Any], kind: str, index: int) -> TargetLayer:
+def _layer(values: Mapping[str, Any], kind: str, index: int, quantised: Quantised | None) -> TargetLayer:
     D = values["hidden_size"]
     feed, feed_other, feed_active, wide, feed_out = _feed_forward(values, index)
     mixer, mixer_other, mixer_width, mixer_out = (_recurrence if kind == LINEAR else _attention)(values)
@@ -88,6 +96,7 @@ def _layer(values: Mapping[str, Any], kind: str, index: int) -> TargetLayer:
         mixer_width=mixer_width, wide=wide, out_features=mixer_out + feed_out,
         score_channels=0 if kind == LINEAR else heads * C,
         window=values.get("sliding_window") if kind == "sliding_attention" else None,
+        packed=(mixer if quantised and quantised.attention else 0) + (feed if quantised and quantised.feed_forward else 0),
     )
 
 

@@ -1,7 +1,6 @@
 """Takes spans, gives them as a trace file and back, the stage times in them, and how long each side waits; draws nothing."""
 
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -14,6 +13,10 @@ from outrider.records import Span
 
 TRACE_NAME = "trace.json"
 STAGES = ("capture", "copy", "learn", "sum", "update")  # the labels of work, in the order in which a row meets them
+
+
+COUNTS = ("steps", "processes", "micro_batches")
+MOST = 2**53  # of a count, and of milliseconds
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class TraceFile:
         """Begin and end, ms, of the second half of the steps, up to the ends of the first process's updates."""
         ends = [span.end for span in self.spans if span.lane == "0 learn" and span.label == "update"]
         if len(ends) < 2 or ends[-1] <= ends[(len(ends) - 1) // 2]:
-            raise UserError(f"{TRACE_NAME}: holds {len(ends)} whole steps, at least 2 are needed: trace more (train.trace_steps)")
+            raise UserError(f"holds {len(ends)} whole steps, at least 2 are needed: trace more (train.trace_steps)")
         return ends[(len(ends) - 1) // 2], ends[-1]
 
     def step_ms(self) -> float:
@@ -65,18 +68,28 @@ def write_trace(path: Path, trace: TraceFile) -> None:
 
 
 def read_trace(path: Path) -> TraceFile:
-    """The trace of a run. Raises UserError when the file is missing or is none."""
+    """The trace of a run, of two steps at least. Raises UserError when the file is missing or is none."""
     if not path.is_file():
         raise UserError(f"{path}: the trace is missing: make one with outrider train ... --set train.trace_steps=20")
     values: Any = read_json(path, what="the trace")
     try:
         spans = tuple(Span(str(lane), str(label), float(begin), float(end)) for lane, label, begin, end in values["spans"])
-        if not all(math.isfinite(span.end) and 0.0 <= span.begin <= span.end for span in spans):
-            raise ValueError("a span does not end after it begins")
-        steps, processes, micro_batches = (int(values[name]) for name in ("steps", "processes", "micro_batches"))
-        return TraceFile(str(values["device"]), steps, processes, micro_batches, spans)
+        steps, processes, micro_batches = counts = tuple(values[name] for name in COUNTS)
+        trace = TraceFile(str(values["device"]), steps, processes, micro_batches, spans)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: is not a trace that a run wrote ({type(error).__name__}: {error}): trace again") from error
+    for name, count in zip(COUNTS, counts, strict=True):
+        if type(count) is not int or not 1 <= count <= MOST:
+            raise UserError(f"{path}: {name} = {count!r}: must be a whole number from 1 to {MOST:,}: trace again")
+    bad = next((span for span in spans if not -MOST <= span.begin <= span.end <= MOST), None)
+    if bad is not None:
+        raise UserError(f"{path}: a span of lane '{bad.lane}' from {bad.begin} to {bad.end} ms: must not end before it begins: "
+                        "trace again")
+    try:
+        trace.step_ms()
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return trace
 
 
 def waits_by_side(spans: Sequence[Span], began: float, ended: float) -> dict[str, float]:

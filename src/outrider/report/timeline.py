@@ -47,7 +47,6 @@ def traced(run: Path) -> Section:
         return Section("Time line", [])
     try:
         trace = read_trace(run / TRACE_NAME)
-        trace.steady()
     except UserError as error:
         return Section("Time line", [note(f"Left out: {error}.")])
     waits = [(f"{side} devices wait", f"{100 * share:.1f} %") for side, share in trace.waits().items()]

@@ -40,12 +40,8 @@ def recorded(run: Run, watch: Stopwatch, *, phase: str | None = None) -> Iterato
         path = run.folder / ("out_of_memory.json" if run.processes.leads else f"out_of_memory-{run.processes.rank}.json")
         fused = isinstance(run.road, FusedRoad) and tripwire.is_installed()
         moment = Moment(when, run.position.step, fused, _by_step(run))
-        cuda = run.device.type == "cuda"
-        record.write(
-            path, error, moment=moment, settings=run.resolved.config.model_dump(mode="json"), job=run.forecast.job,
-            ledger=run.forecast.ledger, held=_held(run), device=run.device,
-            allowed_share=torch.cuda.get_per_process_memory_fraction(run.device) if cuda else 1.0,
-        )
+        planned = record.Planned(run.resolved.config.model_dump(mode="json"), run.forecast.job, run.forecast.ledger)
+        record.write(path, error, moment=moment, planned=planned, held=_held(run), device=run.device)
         raise RunFailure(f"{where}: `outrider doctor --record {path}` says why, and which settings fit{rest}") from error
     if run.device.type == "cuda" and phase is None:
         run.allocated.append(torch.cuda.memory_allocated(run.device))

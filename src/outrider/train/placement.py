@@ -51,12 +51,7 @@ def find_devices(name: str, placement: PlacementConfig, place: Place) -> Devices
 
     On "cuda" each process of a machine takes the next 1 + `capture_cards` cards; "cuda:2" counts from there, for one process.
     """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"train.device = {name!r}: not a device: use 'cpu' or 'cuda'") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"train.device = {name!r}: not supported: use 'cpu' or 'cuda'")
+    device = torch.device(name)
     if device.type == "cpu":
         return Devices(device, (device,) * placement.capture_cards, placement.cards_per_target)
     if device.index is not None and place.count > 1:

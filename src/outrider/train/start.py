@@ -266,7 +266,7 @@ def _check_share(config: RunConfig, processes: Processes, rows: int) -> None:
     per_step = config.train.rows_per_batch * config.train.accumulation
     if per_step > rows:
         raise UserError(f"train.rows_per_batch * train.accumulation = {per_step}: a step would take a row twice, data.rows has "
-                        f"{rows}: lower them to at most {rows} rows a step, or prepare more")
+                        f"{rows}: lower them to at most {rows} a step, or prepare more rows")
     if config.train.accumulation < processes.count:
         raise UserError(f"train.accumulation = {config.train.accumulation}: the micro-batches of a step are shared out over the "
                         f"processes, and there are {processes.count} of those: set it to at least {processes.count}, or start "

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
+from outrider.data.rows import ROWS_FILE, read_info
 from outrider.errors import UserError
 from outrider.features import guards
 from outrider.features.eight_bit import LEAST_CAPABILITY
@@ -36,11 +37,15 @@ WITHOUT_GPU = ("what can be done here: respond, prepare, export, report, doctor 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run asks of the machine: its job, the roles of the device that learns, where it writes and how much stands on that
-    disk at once, its cache of kernels, and whether it is to learn on CUDA and with fused attention."""
+    """What a run asks of the machine: its job, the roles of the device that learns, its target, its rows and held-out prompts,
+    where it writes and how much stands on that disk at once, its cache of kernels, and whether it is to learn on CUDA and with
+    fused attention."""
 
     job: Job
     roles: tuple[Role, ...]
+    target: str
+    rows: Path
+    heldout: Path | None
     folder: Path
     disk_bytes: int
     kernel_cache: Path | None
@@ -60,6 +65,8 @@ def look_at(asked: Asked | None, *, self_test: Callable[[], str], host_free: int
     if asked is not None and cards:
         fp8 = torch.cuda.get_device_capability(0) >= LEAST_CAPABILITY
         found.append(fits(asked, *card_memory(torch.device("cuda", 0)), fp8=fp8))
+    if asked is not None:
+        found += [target_finding(asked.target), rows_finding(asked)]
     return [*found, _host(host_free, host_needed), disk_finding(asked)]
 
 
@@ -232,6 +239,35 @@ def fits(asked: Asked, free: int, total: int, *, fp8: bool) -> Finding:
     way = " ".join(f"--set {key}={value}" for key, value in nearest[0].items()) if nearest else "see outrider plan"
     return Finding("the run's memory", False, f"needs {gib(ledger.peak_bytes)} in '{ledger.peak_phase}', the card has "
                    f"{gib(total)}: {way}")
+
+
+def target_finding(path: str) -> Finding:
+    """Are the target's weights there? A plan needs its config alone, training the weights."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return Finding("target", None, f"{path}: no folder here: a hub id, fetched when it is loaded, or in the hub's cache")
+    weights = list(folder.glob("*.safetensors"))
+    if not weights:
+        return Finding("target", False, f"{path}: holds no weights (*.safetensors): enough to plan, not to train")
+    size = sum(file.stat().st_size for file in weights)
+    return Finding("target", True, f"{path}: {gib(size)} of weights in {len(weights)} file{'s' * (len(weights) > 1)}")
+
+
+def rows_finding(asked: Asked) -> Finding:
+    """Are the prepared rows there, enough of them for a step, and the held-out prompts?"""
+    try:
+        info = read_info(asked.rows)
+    except UserError as error:
+        return Finding("data", False, str(error))
+    needed = asked.job.rows * asked.job.accumulation
+    if not (asked.rows / ROWS_FILE).is_file():
+        return Finding("data", False, f"{asked.rows / ROWS_FILE}: the prepared rows are missing: prepare them again")
+    if info["num_rows"] < needed:
+        return Finding("data", False, f"{asked.rows}: {info['num_rows']} rows, a step takes {needed}: prepare more, or lower "
+                       "train.accumulation")
+    if asked.heldout is not None and not asked.heldout.is_file():
+        return Finding("data", False, f"data.heldout = '{asked.heldout}': there is no such file: check the path")
+    return Finding("data", True, f"{asked.rows}: {info['num_rows']:,} rows of {info['row_length']:,} tokens")
 
 
 def _host(free: int, needed: int) -> Finding:
