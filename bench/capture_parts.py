@@ -1,4 +1,4 @@
-"""What the products and the attention of a captured layer could gain on one GPU: every algorithm that cuBLASLt offers, and cuDNN.
+"""What the parts of a captured layer could gain on one GPU: every algorithm that cuBLASLt offers, cuDNN, other tiles.
 
     python bench/capture_parts.py
 
@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from outrider.features import guards
+from outrider.features.kernels import CHUNK, bounds_of, library_delta_rule, unit
 
 X = 8192
 PRODUCTS = {"gate and up": (34816, 5120), "down": (5120, 17408), "q, k, v and z": (16384, 5120), "out": (5120, 6144)}
@@ -173,13 +176,56 @@ def attention() -> None:
             print(json.dumps({"attention": documents, "how": how, "ms": ms}))
 
 
+def delta_rule() -> None:
+    """Our kernels at several tiles against flash-linear-attention's, 16 key heads and 48 value heads of 128."""
+    from outrider.features import delta_cuda
+
+    generator = torch.Generator().manual_seed(0)
+    q, k = (unit(torch.randn(X, 16, 128, generator=generator)).to("cuda", torch.bfloat16) for _ in range(2))
+    v = torch.randn(X, 48, 128, generator=generator).to("cuda", torch.bfloat16)
+    decay, beta = ((torch.rand(X, 48, generator=generator) * scale).cuda() for scale in (-0.3, 1.0))
+    chosen = delta_cuda.SOLVE_WARPS, delta_cuda.SCAN_E, delta_cuda.SCAN_WARPS, delta_cuda.SCAN_STAGES
+    for documents in (1, 4, 16):
+        lengths = torch.full((documents,), X // documents) + torch.arange(documents) * 7
+        lengths[0] += X - lengths.sum()
+        bounds = bounds_of(lengths, torch.device("cuda"))
+        given = (q, k, v, decay, beta, bounds.starts_N1, bounds.chunks_P2)
+        truth = library_delta_rule(*given).float()
+        found = {"flash-linear-attention": sustained({"": lambda given=given: library_delta_rule(*given)}, 0.05)[""]}
+        for tile in (chosen, (4, 64, 4, 1), (4, 64, 8, 2), (4, 64, 4, 3), (8, 64, 4, 2), (4, 32, 4, 2), (4, 128, 8, 2)):
+            delta_cuda.SOLVE_WARPS, delta_cuda.SCAN_E, delta_cuda.SCAN_WARPS, delta_cuda.SCAN_STAGES = tile
+            own = delta_cuda.gated_delta_rule_cuda(*given, CHUNK)
+            assert (own - truth).norm() < 0.01 * truth.norm()
+            name = "ours, {} warps to solve; {} channels, {} warps, {} stages to scan".format(*tile)
+            found[name] = sustained({"": lambda given=given: delta_cuda.gated_delta_rule_cuda(*given, CHUNK)}, 0.05)[""]
+        for how, ms in found.items():
+            print(json.dumps({"delta rule": documents, "how": how, "ms": ms}), flush=True)
+    delta_cuda.SOLVE_WARPS, delta_cuda.SCAN_E, delta_cuda.SCAN_WARPS, delta_cuda.SCAN_STAGES = chosen
+
+
+def convolution() -> None:
+    from outrider.features import passes_cuda
+
+    qkv_z = torch.randn(X, 16384, device="cuda", dtype=torch.bfloat16)
+    taps, since = torch.randn(10240, 4, device="cuda", dtype=torch.bfloat16), torch.arange(X, device="cuda") % 2000
+    chosen = passes_cuda.BLOCK_X, passes_cuda.WARPS
+    for tile in (chosen, (16, 4), (32, 4), (32, 8), (64, 4), (64, 8)):
+        passes_cuda.BLOCK_X, passes_cuda.WARPS = tile
+        call = partial(passes_cuda.convolve_cuda, qkv_z[:, :10240], taps, None, since, 16, 128, 48, 128)
+        print(json.dumps({"convolution": "{} tokens, {} warps".format(*tile), "ms": sustained({"": call}, 0.02)[""]}), flush=True)
+    passes_cuda.BLOCK_X, passes_cuda.WARPS = chosen
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         print(json.dumps({"bench": "capture_parts", "skipped": "needs a CUDA GPU"}))
         return
     torch.ones(16, 16, device="cuda", dtype=torch.bfloat16) @ torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+    guards.lock_autotuner()
     products(CublasLt())
     attention()
+    delta_rule()
+    convolution()
 
 
 if __name__ == "__main__":

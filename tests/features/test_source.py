@@ -14,8 +14,8 @@ from outrider.errors import UserError
 from outrider.features import source as source_module
 from outrider.features.capture import capture
 from outrider.features.fp8 import Fp8Linear
-from outrider.features.source import Order, Provenance, open_source, say_kernels
-from outrider.features.target import load_target
+from outrider.features.source import OWN, REFERENCE, Order, Provenance, delta_rule_of, open_source, say_kernels
+from outrider.features.target import Target, load_target
 from outrider.records import PADDING_DOCUMENT
 
 CPU = torch.device("cpu")
@@ -66,27 +66,34 @@ def test_a_store_on_disk_in_the_runs_folder(
 
 def test_kernels_are_named_once_and_slow_ones_refused_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = ("linear_attention", "full_attention")
-    say_kernels("sdpa", kinds, FeaturesConfig(), CPU)
+    say_kernels("sdpa", kinds, FeaturesConfig(), CPU, REFERENCE)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "attention: torch's scaled_dot_product_attention; gated delta rule: the reference, slow; conv" in said
     with pytest.raises(UserError, match=r"require_fast_kernels = true: .*gated delta rule.*would run on reference code on cpu"):
-        say_kernels("sdpa", kinds, FeaturesConfig(require_fast_kernels=True), CPU)
+        say_kernels("sdpa", kinds, FeaturesConfig(require_fast_kernels=True), CPU, REFERENCE)
     with pytest.raises(UserError, match=r"require_fast_kernels = true: attention would run on reference code"):
-        say_kernels("eager", ("full_attention",), FeaturesConfig(require_fast_kernels=True), CPU)
+        say_kernels("eager", ("full_attention",), FeaturesConfig(require_fast_kernels=True), CPU, REFERENCE)
 
 
-def test_fast_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fast_kernels_on_a_gpu(
+    toy_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     kinds, cuda = ("linear_attention", "full_attention"), torch.device("cuda")
     packed = FeaturesConfig(documents="packed", require_fast_kernels=True)
+    target = toy_target("qwen3_5")
+    monkeypatch.setattr(source_module, "has_own_delta_rule", lambda *given: True)
+    assert delta_rule_of(target, "packed", cuda) == OWN
+    assert delta_rule_of(target, "apart", cuda) == REFERENCE, "those are transformers' layers"
     monkeypatch.setattr(source_module, "_installed", lambda package: package == "fla")
-    say_kernels("sdpa", kinds, packed, cuda)
+    library = delta_rule_of(target, "apart", cuda)
+    assert "flash-linear-attention" in library
+    say_kernels("sdpa", kinds, packed, cuda, library)
     assert "reference" not in capsys.readouterr().err
     with pytest.raises(UserError, match="convolution would run on reference code"):
-        say_kernels("sdpa", kinds, FeaturesConfig(require_fast_kernels=True), cuda)
-    monkeypatch.setattr(source_module, "_installed", lambda package: False)
+        say_kernels("sdpa", kinds, FeaturesConfig(require_fast_kernels=True), cuda, library)
     with pytest.raises(UserError, match="gated delta nets need flash-linear-attention"):
-        say_kernels("sdpa", kinds, FeaturesConfig(documents="packed"), cuda)
+        say_kernels("sdpa", kinds, FeaturesConfig(documents="packed"), cuda, REFERENCE)
 
 
 @pytest.mark.parametrize("keep", ["memory", "disk"])

@@ -71,14 +71,12 @@ def test_features_that_are_not_finite_are_refused_by_layer() -> None:
         check_capture(target, broken, ROWS, IDS)
 
 
-def test_a_wrong_delta_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_delta_kernel(torch.device("cpu"))
-    right, calls = startcheck.gated_delta_rule, []
+def test_a_wrong_delta_kernel_is_refused() -> None:
+    right, cpu = startcheck.gated_delta_rule, torch.device("cpu")
+    check_delta_kernel(cpu, right, "ours")
 
-    def first_call_forgets_to_decay(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, *rest: torch.Tensor):  # type: ignore[no-untyped-def]
-        calls.append(1)
-        return right(q, k, v, decay * 0 if len(calls) == 1 else decay, *rest)
+    def forgets_to_decay(*given: torch.Tensor) -> torch.Tensor:
+        return right(*given[:3], given[3] * 0, *given[4:])
 
-    monkeypatch.setattr(startcheck, "gated_delta_rule", first_call_forgets_to_decay)
-    with pytest.raises(UserError, match=r"gated delta rule's kernel .* differs from the plain loop by \d+"):
-        check_delta_kernel(torch.device("cpu"))
+    with pytest.raises(UserError, match=r"gated delta rule's kernel \(ours\) .* differs from the plain loop by \d+"):
+        check_delta_kernel(cpu, forgets_to_decay, "ours")

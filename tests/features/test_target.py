@@ -1,9 +1,13 @@
 """The target: what is read from its config, what is refused in one sentence, and its own answers."""
 
+import functools
+import inspect
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -229,3 +233,20 @@ def test_a_damaged_generation_config_is_refused(toy_folder: ToyFolder, tmp_path:
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(UserError, match=sentence):
         read_stop_ids(str(folder), load_tokenizer(str(folder)))
+
+
+def test_checks_run_on_the_readable_delta_rule(toy_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not on a library's that would tune itself first; after them the layers are what they were."""
+    target = toy_target("qwen3_5")
+    module = sys.modules[type(next(layer for layer in target.layers if hasattr(layer, "linear_attn")).linear_attn).__module__]
+    reference = inspect.unwrap(module.torch_chunk_gated_delta_rule)
+
+    @functools.wraps(reference)
+    def library(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("tunes itself")
+
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", library)
+    check_head(target)
+    assert module.torch_chunk_gated_delta_rule is library
+    with pytest.raises(AssertionError, match="tunes itself"):
+        target.model(torch.zeros(1, 3, dtype=torch.int64))

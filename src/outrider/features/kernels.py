@@ -174,6 +174,24 @@ def gated_delta_rule(
 def _(
     q_XGC: Tensor, k_XGC: Tensor, v_XHE: Tensor, decay_XH: Tensor, beta_XH: Tensor, starts_N1: Tensor, chunks_P2: Tensor
 ) -> Tensor:
+    if has_own_delta_rule(q_XGC.device, q_XGC.shape[-1], v_XHE.shape[-1]):
+        from outrider.features.delta_cuda import gated_delta_rule_cuda
+
+        return gated_delta_rule_cuda(q_XGC, k_XGC, v_XHE, decay_XH, beta_XH, starts_N1, chunks_P2, CHUNK)
+    return library_delta_rule(q_XGC, k_XGC, v_XHE, decay_XH, beta_XH, starts_N1, chunks_P2)
+
+
+@gated_delta_rule.register_fake
+def _(
+    q_XGC: Tensor, k_XGC: Tensor, v_XHE: Tensor, decay_XH: Tensor, beta_XH: Tensor, starts_N1: Tensor, chunks_P2: Tensor
+) -> Tensor:
+    return torch.empty_like(v_XHE, memory_format=torch.contiguous_format)
+
+
+def library_delta_rule(
+    q_XGC: Tensor, k_XGC: Tensor, v_XHE: Tensor, decay_XH: Tensor, beta_XH: Tensor, starts_N1: Tensor, chunks_P2: Tensor
+) -> Tensor:
+    """gated_delta_rule by flash-linear-attention's kernels, which transformers' own layers run too."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found, unused-ignore]
 
     out_1XHE, _ = chunk_gated_delta_rule(
@@ -183,11 +201,10 @@ def _(
     return out_1XHE[0]
 
 
-@gated_delta_rule.register_fake
-def _(
-    q_XGC: Tensor, k_XGC: Tensor, v_XHE: Tensor, decay_XH: Tensor, beta_XH: Tensor, starts_N1: Tensor, chunks_P2: Tensor
-) -> Tensor:
-    return torch.empty_like(v_XHE, memory_format=torch.contiguous_format)
+def has_own_delta_rule(device: torch.device, key_size: int, value_size: int) -> bool:
+    """Whether gated_delta_rule runs on our kernels for heads of these sizes: on Hopper, where they were measured."""
+    whole = all(size in (16, 32, 64, 128) for size in (key_size, value_size))
+    return whole and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _spans(starts_N1: Tensor) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ from outrider.features.capture import feature_buffer, handing_over, run_to_last_
 from outrider.features.fp8 import Fp8Linear, gated_norm_in_8_bits, swiglu_in_8_bits
 from outrider.features.kernels import Bounds, attend, bounds_of, convolve, gated_delta_rule, to_device
 from outrider.features.projections import Projections, side_by_side
+from outrider.features.summed import SummedLayer, can_sum
 from outrider.features.target import Layers
 from outrider.records import Features, TokenRows
 
@@ -107,14 +108,28 @@ class PackedCapture:
         self._forwards: list[tuple[nn.Module, Any]] = []
         for layer, kind in zip(target.layers[: max(layer_ids) + 1], target.facts.layer_kinds, strict=False):
             check_can_pack(layer, kind, target)
-            if hasattr(layer, "linear_attn"):
-                self._parts.append((layer, "linear_attn", PackedDeltaNet(layer.linear_attn)))  # type: ignore[arg-type]
-            if all(hasattr(layer.mlp, part) for part in SWIGLU_PARTS):
-                self._parts.append((layer, "mlp", PackedSwiglu(layer.mlp)))  # type: ignore[arg-type]
+            forward = self._replace_parts(layer)
             if compiled:
-                self._forwards.append((layer, torch.compile(layer.forward, fullgraph=True, backend=backend)))
+                forward = torch.compile(forward, fullgraph=True, backend=backend)
+            self._forwards.append((layer, forward))
         if target.device.type == "cuda":  # weights put side by side leave their old places behind, which fit nothing else
             torch.cuda.empty_cache()
+
+    def _replace_parts(self, layer: Any) -> Callable[..., Tensor]:
+        """Note what stands in for parts of the layer during a call; gives its forward over them."""
+        mixer, mixer_end = getattr(layer, "self_attn", None), "o_proj"
+        if hasattr(layer, "linear_attn"):
+            mixer, mixer_end = PackedDeltaNet(layer.linear_attn), "out_proj"
+            self._parts.append((layer, "linear_attn", mixer))
+        if not all(hasattr(layer.mlp, part) for part in SWIGLU_PARTS):
+            return layer.forward
+        feed = PackedSwiglu(layer.mlp)
+        self._parts.append((layer, "mlp", feed))
+        ends = getattr(mixer, mixer_end, None), feed.down_proj
+        if not can_sum(layer, *ends):  # type: ignore[arg-type]
+            return layer.forward
+        self._parts += [(mixer, mixer_end, nn.Identity()), (feed, "down_proj", nn.Identity())]  # type: ignore[list-item]
+        return SummedLayer(layer, mixer, ends[0], feed, ends[1]).forward  # type: ignore[arg-type]
 
     @torch.no_grad()
     def __call__(self, rows: TokenRows, *, hidden_BSD: Tensor | None = None, out_BSF: Tensor | None = None) -> Features:
@@ -130,7 +145,8 @@ class PackedCapture:
         def take(j: int, output_1XD: Tensor) -> None:
             out_XLD[:, j] = output_1XD[0]
 
-        inputs_BS = rows.input_ids_BS if hidden_BSD is None else hidden_BSD
+        # a copy of hidden states, which may be another's features: the layers add in their memory (summed.py)
+        inputs_BS = rows.input_ids_BS if hidden_BSD is None else hidden_BSD.clone()
         with self._packed(), handing_over(target, self.layer_ids, take, stop_after_last=True):
             run_to_last_layer(target, inputs_BS.flatten(0, 1)[None], position_ids=since_start_X[None],
                               since_start_X=since_start_X, **_marked(bounds))

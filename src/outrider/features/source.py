@@ -1,11 +1,13 @@
 """Takes the run file's target and features, and rows, gives the source of features, checked and named; trains nothing."""
 
+import contextlib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,16 +17,17 @@ from outrider.features.capture import CaptureRows, FeatureSource, Kept, capture
 from outrider.features.eight_bit import in_8_bits
 from outrider.features.facts import read_facts
 from outrider.features.guards import open_kernel_cache
+from outrider.features.kernels import gated_delta_rule, has_own_delta_rule, library_delta_rule
 from outrider.features.packed import PackedCapture
 from outrider.features.served import ServedCapture, Service
 from outrider.features.spread import RunShare, SpreadCapture, shares_of
 from outrider.features.startcheck import check_capture, check_delta_kernel
 from outrider.features.store import FeatureStore, StoreInfo
-from outrider.features.target import Layers, Stretch, load_target
+from outrider.features.target import Layers, Stretch, load_target, plain_delta_rule
 from outrider.progress import say
 from outrider.records import Features, TokenRows
 
-REFERENCE = "the reference, slow"
+REFERENCE, OWN = "the reference, slow", "two passes (Triton)"
 
 
 @dataclass(frozen=True)
@@ -94,23 +97,25 @@ def open_source(order: Order, settings: FeaturesConfig, first_row: TokenRows, pr
     eight = settings.precision == "fp8"
     target = load_target(order.path, dtype=order.dtype, device="cpu" if eight else order.device, last_layer=order.last_layer,
                          head=True)
-    for device in devices:
-        say_kernels(target.attention, target.facts.layer_kinds, settings, device)
+    rules = {device: delta_rule_of(target, settings.documents, device) for device in devices}
+    for device, rule in rules.items():
+        say_kernels(target.attention, target.facts.layer_kinds, settings, device, rule)
     if target.facts.quantised is not None:
         say(f"target: its weights are quantised ({target.facts.quantised}); features come from them as transformers runs them")
-    if eight:
-        everywhere = Stretch(devices[0], range(len(target.layers)))
-        target, _ = in_8_bits(target, first_row, order.layer_ids, spread or (everywhere,))
-    run: CaptureRows
-    if spread:
-        shares = shares_of(target, spread, order.layer_ids)
-        run = SpreadCapture(target, shares, [capture_in(settings.documents, share, share.layer_ids) for share in shares])
-    else:
-        run = capture_in(settings.documents, target, order.layer_ids)
-    for device in devices:
-        if device.type == "cuda" and "linear_attention" in target.facts.layer_kinds and _installed("fla"):
-            check_delta_kernel(device)
-    check_capture(target, run, first_row, order.layer_ids)
+    with plain_delta_rule(target) if OWN in rules.values() else contextlib.nullcontext():
+        if eight:
+            everywhere = Stretch(devices[0], range(len(target.layers)))
+            target, _ = in_8_bits(target, first_row, order.layer_ids, spread or (everywhere,))
+        run: CaptureRows
+        if spread:
+            shares = shares_of(target, spread, order.layer_ids)
+            run = SpreadCapture(target, shares, [capture_in(settings.documents, share, share.layer_ids) for share in shares])
+        else:
+            run = capture_in(settings.documents, target, order.layer_ids)
+        for device, rule in rules.items():
+            if "linear_attention" in target.facts.layer_kinds and rule != REFERENCE:
+                check_delta_kernel(device, gated_delta_rule if settings.documents == "packed" else library_delta_rule, rule)
+        check_capture(target, run, first_row, order.layer_ids)
     return FeatureSource(target, order.layer_ids, keep=keep, run=run)  # type: ignore[arg-type]
 
 
@@ -121,20 +126,32 @@ def capture_in(documents: str, target: Layers, layer_ids: Sequence[int]) -> RunS
     return partial(capture, target, layer_ids=layer_ids)
 
 
-def say_kernels(attention: str, layer_kinds: Sequence[str], settings: FeaturesConfig, device: torch.device) -> None:
-    """Print which kernels the layers' kinds will run on; `attention` as transformers names its own.
+def delta_rule_of(target: Layers, documents: str, device: torch.device) -> str:
+    """What the target's gated delta nets will run on, as it is said to the user."""
+    layers: list[Any] = [layer.linear_attn for layer in target.layers if hasattr(layer, "linear_attn")]
+    if documents == "packed" and layers and all(has_own_delta_rule(device, x.head_k_dim, x.head_v_dim) for x in layers):
+        return OWN
+    if device.type == "cuda" and _installed("fla"):
+        return f"flash-linear-attention {_version('flash-linear-attention')}"
+    return REFERENCE
+
+
+def say_kernels(
+    attention: str, layer_kinds: Sequence[str], settings: FeaturesConfig, device: torch.device, delta_rule: str
+) -> None:
+    """Print which kernels the layers' kinds will run on; `attention` as transformers names its own, `delta_rule_of`'s answer.
 
     Raises UserError when fast ones are required and one is not.
     """
-    packed, cuda, fla = settings.documents == "packed", device.type == "cuda", _installed("fla")
+    packed, cuda = settings.documents == "packed", device.type == "cuda"
     used = {"attention": {"sdpa": "torch's scaled_dot_product_attention", "eager": REFERENCE}.get(attention, attention)}
     if packed:
         used["attention"] = "cuDNN or flash, told the documents' bounds" if cuda else REFERENCE
     if "linear_attention" in layer_kinds:
-        if packed and cuda and not fla:
+        if packed and cuda and delta_rule == REFERENCE:
             raise UserError("features.documents = \"packed\": the target's gated delta nets need flash-linear-attention: install "
                             "outrider[gpu], or use \"apart\"")
-        used["gated delta rule"] = f"flash-linear-attention {_version('flash-linear-attention')}" if cuda and fla else REFERENCE
+        used["gated delta rule"] = delta_rule
         convolution = "one pass (Triton)" if packed else "causal-conv1d" if _installed("causal_conv1d") else REFERENCE
         used["convolution"] = convolution if cuda else REFERENCE
     slow = [kind for kind, kernel in used.items() if kernel == REFERENCE]

@@ -1,6 +1,6 @@
 """Takes a target and its way of capture, refuses one that captures wrongly, on the user's own rows; trains nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,19 +66,23 @@ def logits_from(target: Target, captured_1XD: Tensor, after: int) -> Tensor:
 
 
 @torch.no_grad()
-def check_delta_kernel(device: torch.device) -> None:
-    """The gated delta rule's GPU kernel against the plain loop, over three short documents. Raises UserError."""
+def check_delta_kernel(device: torch.device, rule: Callable[..., Tensor], name: str) -> None:
+    """The kernel `rule` of the gated delta rule, called `name`, against the plain loop, over three short documents.
+
+    Raises UserError.
+    """
     lengths_N, heads, size = torch.tensor([70, 3, 55]), 4, 128
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(128, heads, size, generator=generator) for _ in range(3))
     q, k = (nn.functional.normalize(x, dim=-1) for x in (q, k))
     decay, beta = -torch.rand(128, heads, generator=generator), torch.rand(128, heads, generator=generator)
     found, truth = (
-        gated_delta_rule(*(x.to(place, torch.bfloat16) for x in (q, k, v)), decay.to(place), beta.to(place), bounds.starts_N1,
-                         bounds.chunks_P2).float().cpu()
-        for place, bounds in ((p, bounds_of(lengths_N, p)) for p in (device, torch.device("cpu")))
+        function(*(x.to(place, torch.bfloat16) for x in (q, k, v)), decay.to(place), beta.to(place), bounds.starts_N1,
+                 bounds.chunks_P2).float().cpu()
+        for function, place, bounds in ((f, p, bounds_of(lengths_N, p)) for f, p in
+                                        ((rule, device), (gated_delta_rule, torch.device("cpu"))))
     )
     error = float((found - truth).norm() / truth.norm())
     if not error < WORST_KERNEL:
-        raise UserError(f"the gated delta rule's kernel (flash-linear-attention) is wrong on {device}: it differs from the plain "
-                        f"loop by {100 * error:.1f} %: install another version of flash-linear-attention or Triton")
+        raise UserError(f"the gated delta rule's kernel ({name}) is wrong on {device}: it differs from the plain loop by "
+                        f"{100 * error:.1f} %: install another version of flash-linear-attention or Triton")

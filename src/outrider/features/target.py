@@ -1,7 +1,10 @@
 """Takes a folder or hub id, gives the frozen target: its layers, embedding, head and answers; knows nothing of drafters."""
 
+import contextlib
 import hashlib
+import inspect
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -342,12 +345,29 @@ def check_head(target: Target) -> None:
     Catches logit scaling and any other step after the final norm that a drafter using this head would miss.
     """
     ids_1X = torch.arange(HEAD_CHECK_TOKENS, device=target.device)[None] % target.facts.vocab_size
-    out = target.model(ids_1X, output_hidden_states=True, use_cache=False)
+    with plain_delta_rule(target):
+        out = target.model(ids_1X, output_hidden_states=True, use_cache=False)
     rebuilt = target.head.logits(out.hidden_states[-1]).float()
     error = (rebuilt - out.logits.float()).norm() / out.logits.float().norm()
     if not error < 0.02:
         raise UserError(f"target {type(target.model).__name__}: its logits are not head(final hidden state) (relative difference "
                         f"{error:.3f}): this architecture is not supported")
+
+
+@contextlib.contextmanager
+def plain_delta_rule(target: Target) -> Iterator[None]:
+    """While open, transformers' gated delta nets run its readable reference: flash-linear-attention would first tune itself, 29 s
+    for checks over a few hundred tokens, where our own kernels then do the work (`kernels.has_own_delta_rule`)."""
+    name = "torch_chunk_gated_delta_rule"  # what transformers calls it, whichever of the two it has chosen
+    modules = {sys.modules[type(layer.linear_attn).__module__] for layer in target.layers if hasattr(layer, "linear_attn")}
+    chosen = {module: getattr(module, name) for module in modules if hasattr(module, name)}
+    try:
+        for module, function in chosen.items():
+            setattr(module, name, inspect.unwrap(function))
+        yield
+    finally:
+        for module, function in chosen.items():
+            setattr(module, name, function)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
