@@ -41,14 +41,14 @@ def test_equals_the_drafter(layers: int, kv_heads: int, K: int) -> None:
     anchor, mask, features, noise, positions, context, masks = case(K)
     plain = drafter(noise, features, positions, context, masks).view(B, A, K, D)
     rotary = fused.rotary(positions), fused.rotary(context)
-    fast = fused(anchor, mask, features, *rotary, masks).view(B, A, K, D)
+    fast = fused(anchor, mask, fused.project_context(features), *rotary, masks).view(B, A, K, D)
     torch.testing.assert_close(fast[:, :, 1:], plain[:, :, 1:], rtol=1e-6, atol=1e-6)  # the rotary tables are float32
     gradient = torch.randn(B, A, K - 1, D).double()
     plain[:, :, 1:].backward(gradient)
     expected = {name: p.grad for name, p in drafter.named_parameters()}
     drafter.zero_grad()
     for _ in range(2):  # two micro-batches add up
-        fused(anchor, mask, features, *rotary, masks).view(B, A, K, D)[:, :, 1:].backward(gradient)
+        fused(anchor, mask, fused.project_context(features), *rotary, masks).view(B, A, K, D)[:, :, 1:].backward(gradient)
         fused.give_gradients(drafter)
     for name, parameter in drafter.named_parameters():
         torch.testing.assert_close(parameter.grad, 2 * expected[name], rtol=1e-6, atol=1e-6, msg=name)
@@ -64,7 +64,8 @@ def test_new_weights_arrive() -> None:
     fused.give_back()
     fused.borrow(drafter)
     plain = drafter(noise, features, positions, context, masks).view(B, A, 3, D)
-    fast = fused(anchor, mask, features, fused.rotary(positions), fused.rotary(context), masks).view(B, A, 3, D)
+    rotary = fused.rotary(positions), fused.rotary(context)
+    fast = fused(anchor, mask, fused.project_context(features), *rotary, masks).view(B, A, 3, D)
     torch.testing.assert_close(fast[:, :, 1:], plain[:, :, 1:], rtol=1e-6, atol=1e-6)
 
 

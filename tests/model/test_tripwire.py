@@ -62,6 +62,17 @@ def test_recompile_limit() -> None:
             run(compiled, 64)
 
 
+def test_recompile_limit_with_fullgraph() -> None:
+    """There torch stops by itself, with an error that tells of its settings: it is given the same sentence."""
+    compiled = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True, dynamic=False)
+    sentence = rf"queries \[2, 4, 128, 32\].*{SCORES:,} bytes.*recompile limit"
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled(torch.zeros(2))
+        with (pytest.raises(tripwire.DenseAttentionError, match=sentence),
+              tripwire.within_recompile_limit((2, 4, 128, 32), (2, 2, 256, 32))):
+            compiled(torch.zeros(3))
+
+
 def test_dispatch_mode() -> None:
     with FlopCounterMode(display=False), pytest.raises(tripwire.DenseAttentionError, match="FlopCounterMode"):
         tripwire.check_no_modes((2, 4, 128, 32), (2, 2, 256, 32))

@@ -1,15 +1,19 @@
 """The fused road gives the dense road's loss and gradients, on packed rows with dropped blocks, and compiles once."""
 
+import contextlib
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from outrider.errors import UserError
 from outrider.layout.anchors import draw_anchors
 from outrider.layout.blocks import build_blocks
+from outrider.model import tripwire
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter, initialise
 from outrider.model.fused_attention import flex_kernels, kernels_for, span_kernels
@@ -104,6 +108,57 @@ def test_loss_and_gradients(
             error, allowed = (fast[name] - expected).norm() / scale, (plain[name] - expected).norm() / scale
             assert error <= 1.5 * allowed + 2**-8, f"row {seed}: {name}: {error:.2e}, autocast {allowed:.2e}"
     assert counters["unique_graphs"] == graphs, "fresh anchors and documents must not compile again"
+
+
+def unfused(way: str, name: str) -> tuple[str, float]:
+    """A step in one of the ways in which attention goes dense: what stopped it ("" if nothing), and the most bytes above the
+    weights over those of one layer's fp32 scores."""
+    torch._dynamo.reset()
+    shape, device = make_shape(12, 4, 16, (FULL, FULL)), torch.device("cuda")
+    kernels = flex_kernels(device, head_dim=64) if name == "flex" else span_kernels(device, head_dim=64, dtype=torch.bfloat16)
+    if kernels is None:
+        pytest.skip("our own kernels need compute capability 9.0")
+    drafter, table, _ = parts(shape)
+    compile_part = torch.compile
+    if way == "aot_eager":
+        torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+    road, masters = FusedRoad(drafter, kernels, dtype=torch.bfloat16, activation_budget=1.0), WholeMasters(drafter, ALONE)
+    torch.compile = compile_part
+    road.begin(masters)
+    with contextlib.ExitStack() as stack:
+        if way == "compile off":
+            stack.enter_context(torch._dynamo.config.patch(disable=True))
+        if way == "FlopCounterMode":
+            stack.enter_context(FlopCounterMode(display=False))
+        if way == "recompile limit":
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=1))
+            rows, blocks, features = random_case(shape, 500, 30, 0)
+            road.hidden(partial(torch.embedding, table), features, rows, blocks)
+        rows, blocks, features = random_case(shape, 3000, 200, 0)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        try:
+            road.hidden(partial(torch.embedding, table), features, rows, blocks).sum().backward()
+        except tripwire.DenseAttentionError as error:
+            return str(error), 0.0
+    return "", (torch.cuda.max_memory_allocated() - before) / (4 * 12 * 3200 * 6200)
+
+
+@pytest.mark.parametrize("name", ["span", "flex"])
+@pytest.mark.parametrize(("way", "reason"), [
+    ("compile off", "torch.compile is disabled"), ("recompile limit", "the recompile limit was hit"),
+    ("aot_eager", "not compiled by the inductor backend"), ("FlopCounterMode", "a dispatch mode"),
+])
+def test_unfused_steps_are_stopped(way: str, reason: str, name: str) -> None:
+    """Our own kernels hold no scores whatever compiles what is around them, so under aot_eager they run, in a fraction of the
+    memory that one layer's scores would take."""
+    sentence, share = unfused(way, name)
+    if (way, name) == ("aot_eager", "span"):
+        assert not sentence
+        assert share < 0.5
+    else:
+        assert reason in sentence
+        assert "queries [1, 12, 3200, 64] and keys [1, 4, 6200, 64]" in sentence
 
 
 @pytest.mark.parametrize("name", ["span", "flex"])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from outrider.model.attention import Attention, rotary_table, rotate
 from outrider.model.drafter import Drafter, RMSNorm, Rotary
+from outrider.model.gated import gated_down
 from outrider.model.halves import join_, split_, upper
 from outrider.records import DrafterShape
 
@@ -75,8 +76,7 @@ class FusedFeedForward(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x_BQD: Tensor) -> Tensor:
-        gate_BQI, up_BQI = self.gate_up_proj(x_BQD).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate_BQI) * up_BQI)
+        return gated_down(self.gate_up_proj(x_BQD), self.down_proj.weight)
 
 
 class FusedLayer(nn.Module):
@@ -137,20 +137,24 @@ class FusedDrafter(nn.Module):
         x_BYD = last.finish(without_anchor_slot(x_BQD, K), without_anchor_slot(attended_BQX, K))
         return F.pad(self.norm(x_BYD).unflatten(1, (-1, K - 1)), (0, 0, 1, 0)).flatten(1, 2)
 
+    def project_context(self, features_BSF: Tensor) -> tuple[Tensor, ...]:
+        """`context_kv`, compiled. Apart from `forward` because it needs the features alone: masks can be built behind it."""
+        context_kv: tuple[Tensor, ...] = self._context(self, features_BSF)
+        return context_kv
+
     def forward(
-        self, anchor_BAD: Tensor, mask_D: Tensor, features_BSF: Tensor, noise_rotary: Rotary, context_rotary: Rotary,
+        self, anchor_BAD: Tensor, mask_D: Tensor, context_kv: tuple[Tensor, ...], noise_rotary: Rotary, context_rotary: Rotary,
         masks: dict[str, Any],
     ) -> Tensor:
         """Final hidden states `[B, Q, D]` as Drafter.forward gives them, but for slot 0, which nothing learns from: zeros.
 
-        `anchor_BAD`: embeddings of the anchors' tokens. `mask_D`: that of the mask token, which all other slots hold, so
-        the first layer projects A + 1 rows instead of A * K (1.5 of 134 TFLOP in the born-from case). The last layer ends
-        without slot 0 (0.9 TFLOP): its key and value were needed, its own output is not.
+        `context_kv`: from `project_context`. `anchor_BAD`: embeddings of the anchors' tokens. `mask_D`: that of the mask token,
+        which all other slots hold, so the first layer projects A + 1 rows instead of A * K (1.5 of 134 TFLOP in the born-from
+        case). The last layer ends without slot 0 (0.9 TFLOP): its key and value were needed, its own output is not.
         """
         B, A, _ = anchor_BAD.shape
         K = self.shape.block_size
         layers = [cast(FusedLayer, layer) for layer in self.layers]
-        context_kv = self._context(self, features_BSF)
         x_BQD = as_blocks(anchor_BAD, mask_D, K)
         rows_YX = layers[0].project(torch.cat((anchor_BAD.flatten(0, 1), mask_D[None])))
         qkv_BQX = as_blocks(rows_YX[:-1].unflatten(0, (B, A)), rows_YX[-1], K)

@@ -76,6 +76,15 @@ def check_no_modes(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> 
         raise DenseAttentionError(_sentence("flex_attention", query_shape, key_shape))
 
 
+@contextlib.contextmanager
+def within_recompile_limit(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> Iterator[None]:
+    """Raises DenseAttentionError where torch.compile refuses one more shape, in place of its own error that tells of settings."""
+    try:
+        yield
+    except torch._dynamo.exc.FailOnRecompileLimitHit as hit:
+        raise DenseAttentionError(_sentence("flex_attention", query_shape, key_shape)) from hit
+
+
 def refuse_uncompiled(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> None:
     """Raises DenseAttentionError: our own kernels, which hold no scores anywhere, were called outside torch.compile."""
     raise DenseAttentionError(

@@ -88,22 +88,30 @@ class FusedRoad:
         shape = self.drafter.shape
         B, A, K = blocks.noise_ids_BAK.shape
         S = features_BSF.shape[1]
-        tripwire.check_no_modes((B, shape.num_heads, A * K, shape.head_dim), (B, shape.num_kv_heads, S + A * K, shape.head_dim))
-        masks = {kind: self.kernels.mask(blocks, row_length=S, window=window) for kind, window in windows_of(shape).items()}
-        inputs = (
-            embed(blocks.noise_ids_BAK[:, :, 0]).to(self.dtype), embed(blocks.noise_ids_BAK[0, 0, 1]).to(self.dtype),
-            features_BSF.to(self.dtype), self.fused.rotary(blocks.positions_BAK.flatten(1)), self.fused.rotary(rows.positions_BS),
-        )
+        q_shape, k_shape = (B, shape.num_heads, A * K, shape.head_dim), (B, shape.num_kv_heads, S + A * K, shape.head_dim)
+        tripwire.check_no_modes(q_shape, k_shape)
         if (B, A, S) in self._compiled_for:
-            return self.fused(*inputs, masks)
+            return self._forward(embed, features_BSF, rows, blocks)
         say(f"compiling the drafter for {B} x {A * K} queries over {S + A * K} keys, {shape.num_layers} layers (the backward "
             "compiles in the first step)")
         began = time.perf_counter()
-        with torch._functorch.config.patch(self.partition):
-            hidden_BQD: Tensor = self.fused(*inputs, masks)
+        with torch._functorch.config.patch(self.partition), tripwire.within_recompile_limit(q_shape, k_shape):
+            hidden_BQD = self._forward(embed, features_BSF, rows, blocks)
         self._compiled_for.add((B, A, S))
         self._forward_compiled = time.perf_counter()
         say(f"compiled the drafter's forward in {self._forward_compiled - began:.1f} s")
+        return hidden_BQD
+
+    def _forward(self, embed: Embed, features_BSF: Tensor, rows: TokenRows, blocks: DraftBlocks) -> Tensor:
+        """The context's products, which need the features alone, go first: behind them the host has the time to launch the many
+        small kernels of masks, embeddings and tables, for which a device that waits for each would stand still."""
+        context_kv = self.fused.project_context(features_BSF.to(self.dtype))
+        masks = {kind: self.kernels.mask(blocks, row_length=features_BSF.shape[1], window=window)
+                 for kind, window in windows_of(self.drafter.shape).items()}
+        hidden_BQD: Tensor = self.fused(
+            embed(blocks.noise_ids_BAK[:, :, 0]).to(self.dtype), embed(blocks.noise_ids_BAK[0, 0, 1]).to(self.dtype), context_kv,
+            self.fused.rotary(blocks.positions_BAK.flatten(1)), self.fused.rotary(rows.positions_BS), masks,
+        )
         return hidden_BQD
 
     def collect(self, masters: Masters) -> None:
