@@ -1,6 +1,6 @@
 """The drafter's forward and backward on one GPU: the case that the project was born from, and sweeps around it.
 
-    python bench/drafter_step.py [--sweep] [--steps 20] [--documents 1 0] [--activation-budget 1.0]
+    python bench/drafter_step.py [--sweep ["anchors 128" ...]] [--steps 20] [--documents 1 0] [--activation-budget 1.0]
                                  [--attention span flex] [--profile]
     python bench/drafter_step.py --draw bench/results/drafter_step.jsonl bench/results/drafter_step.svg
 
@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import ObjectiveConfig
+from outrider.features.guards import wake_compilers
 from outrider.layout.anchors import draw_anchors
 from outrider.layout.block_mask import visible_spans
 from outrider.layout.blocks import build_blocks, default_gamma
@@ -111,14 +113,18 @@ class Case:
         self.count += 1
         rows = random_rows(self.S, self.shape.vocab_size, self.documents or 1 + self.count % 12, self.count)
         blocks = random_blocks(rows, self.shape, self.A)
-        F = len(self.shape.target_layer_ids) * self.shape.hidden_size
-        return rows.to(DEVICE), blocks.to(DEVICE), torch.randn(1, self.S, F, device=DEVICE, dtype=torch.bfloat16)
+        width = len(self.shape.target_layer_ids) * self.shape.hidden_size
+        return rows.to(DEVICE), blocks.to(DEVICE), torch.randn(1, self.S, width, device=DEVICE, dtype=torch.bfloat16)
 
     def forward_backward(self, rows: TokenRows, blocks: DraftBlocks, features: Tensor) -> Tensor:
-        hidden = self.road.hidden(self.embedding_VD.__getitem__, features, rows, blocks)
+        hidden = self.road.hidden(self.embed, features, rows, blocks)
         terms = frozen_head_loss(hidden, blocks, self.head, budget_bytes=self.logits_mib * 2**20)
         (terms.loss_sum / blocks.weights_BAK.sum()).backward()
         return terms.loss_sum.detach()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """As the target's own does: `table[id]` of a single id would wait for the device."""
+        return F.embedding(ids, self.embedding_VD)
 
     def clear(self) -> None:
         for parameter in self.road.fused.parameters():
@@ -238,10 +244,12 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def last_sweep(lines: Path) -> list[dict[str, Any]]:
+def newest_points(lines: Path) -> list[dict[str, Any]]:
+    """Of each point of a sweep the run measured last, with one document and the attention that is the default."""
     runs = [json.loads(line).get("results") for line in lines.read_text().splitlines()]
-    sweeps: list[list[dict[str, Any]]] = [run for run in runs if isinstance(run, list) and len({r["case"] for r in run}) > 1]
-    return sweeps[-1]
+    points = [point for run in runs if isinstance(run, list) for point in run]
+    return list({point["case"]: point for point in points
+                 if point.get("documents", 1) == 1 and point.get("attention", "span") == "span"}.values())
 
 
 def run_point(
@@ -274,24 +282,27 @@ def run_point(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true")
+    names = [name for name, _ in sweep_points()]
+    parser.add_argument("--sweep", nargs="*", choices=names, metavar="POINT", help=f"all points, or some of: {', '.join(names)}")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--documents", type=int, nargs="+", default=[1], help="0: 1 to 12, another number each step")
     parser.add_argument("--logits-mib", type=int, default=ObjectiveConfig().logits_mib)
     parser.add_argument("--activation-budget", type=float, default=1.0)
-    parser.add_argument("--draw", type=Path, nargs=2, metavar=("LINES", "SVG"), help="draw the last sweep of a JSON lines file")
+    parser.add_argument("--draw", type=Path, nargs=2, metavar=("LINES", "SVG"), help="draw a JSON lines file")
     parser.add_argument("--out", type=Path, help="each point's JSON line is appended here as soon as it is measured")
     parser.add_argument("--attention", nargs="+", choices=("span", "flex"), default=["span"], help="each in turn, in one run")
     parser.add_argument("--profile", action="store_true", help="print one step's device time by kernel")
     args = parser.parse_args()
     if args.draw:
-        draw(last_sweep(args.draw[0]), args.draw[1])
+        draw(newest_points(args.draw[0]), args.draw[1])
         return
     if not torch.cuda.is_available():
         print(json.dumps({"bench": "drafter_step", "skipped": "needs a CUDA GPU"}))
         return
+    wake_compilers()
     rate = matmul_rate()
-    points = [("born from", {"S": 8192, "A": 512, "changes": {}}), *(sweep_points() if args.sweep else [])]
+    wanted = [] if args.sweep is None else args.sweep or names
+    points = [("born from", {"S": 8192, "A": 512, "changes": {}}), *((n, p) for n, p in sweep_points() if n in wanted)]
     results = []
     for name, point in points:
         for attention in args.attention:

@@ -92,6 +92,17 @@ def open_kernel_cache(folder: Path | None) -> Path:
     return place
 
 
+def wake_compilers() -> None:
+    """Have torch's compiler start its worker processes now, on all cores, beside whatever comes before the first compilation.
+
+    They take some seconds on a cold disk, and until they stand everything is compiled on this process's one thread. To be called
+    after `open_kernel_cache`, whose folders they inherit.
+    """
+    from torch._inductor.async_compile import AsyncCompile  # late: it takes a second or two itself
+
+    AsyncCompile.use_process_pool()  # asks whether they are ready, and thereby for them
+
+
 def kernel_cache_place(folder: Path | None) -> Path:
     """Where `open_kernel_cache` has the cache for this `folder`."""
     named = os.environ.get("TRITON_CACHE_DIR")

@@ -17,6 +17,9 @@ from outrider.model.span_tiles import Tiles, heads_a_tile
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row that sees nothing of its first tile does not become NaN
+# Triton compiles again for lengths that 16 divides. Here it gains nothing by it (the same registers), and so the kernels that the
+# start-up self-test has proved on its odd little row are the very ones that a run takes, compiled once.
+LENGTHS = ("S", "Q", "N")
 
 
 @triton.jit
@@ -51,7 +54,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     return acc, total, new_top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _forward(  # type: ignore[no-untyped-def]
     q, k, v, out, log_sum, spans, S, Q, N, scale,
     q_b, q_h, q_q, k_b, k_g, k_n, v_b, v_g, v_n, o_b, o_h, o_q,
@@ -110,7 +113,7 @@ def _forward(  # type: ignore[no-untyped-def]
     tl.store(log_sum_at, top + tl.log2(total), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("Q",))
 def _weigh(  # type: ignore[no-untyped-def]
     out, d_out, weighed, o_b, o_h, o_q, d_b, d_h, d_q, Q, SETS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr,
     ROWS: tl.constexpr,
@@ -180,7 +183,7 @@ def _backward_tile(  # type: ignore[no-untyped-def]
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _backward(  # type: ignore[no-untyped-def]
     q, k, v, d_out, log_sum, weighed, dq, dk, dv, spans, seen_by, S, Q, N, scale, softmax_scale,
     q_b, q_h, q_q, k_b, k_g, k_n, v_b, v_g, v_n, d_b, d_h, d_q, B,

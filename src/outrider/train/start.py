@@ -13,6 +13,7 @@ from outrider.data.rows import PreparedRows, load_rows, read_info
 from outrider.errors import UserError
 from outrider.features.capture import FeatureSource
 from outrider.features.facts import read_facts
+from outrider.features.guards import open_kernel_cache, wake_compilers
 from outrider.features.source import Order, Provenance, open_served, open_source
 from outrider.features.target import (
     Ends,
@@ -120,6 +121,9 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     begun = None if checkpoint is not None else _begin(resolved, initial, inputs["target.path"])
     provenance = Provenance(inputs["target.path"], inputs["data.rows"], len(rows), settings.folder / FEATURES_NAME)
     answers = config.data.heldout is not None and processes.leads
+    if settings.attention == "fused":
+        open_kernel_cache(config.features.kernel_cache)
+        wake_compilers()  # beside the loading of the target
     if config.features.server is not None:
         sources, ends = _open_server(resolved, devices, provenance, rows.batch([0]), checks=processes.leads)
     else:
