@@ -5,9 +5,9 @@
 Each point is a run file and a target's config. A random target of that config stands on the GPU, a drafter learns from it for a
 few optimizer steps, and torch.cuda.max_memory_allocated and the device's own "used" are held against the ledger. What went wrong
 elsewhere (unfused attention, plain logits, an eager block mask) is run on purpose: these points replace that one part.
-Appends to ledger.jsonl in FOLDER; `--draw` makes ledger.svg of all of it. `--beside`: other processes share the device, so what
-it shows as used is not told apart from theirs; what the process's own allocator reserved is kept for every point. `--card` caps
-the allocator to a smaller card of the catalogue. With more than 2 steps those from the third on are timed, each with its capture.
+Appends to ledger.jsonl in FOLDER; `--draw` makes ledger.svg of all of it. `--beside`: other processes share the device; what it
+shows as used is then known only where the driver tells processes apart. `--card` caps the allocator to a smaller card of the
+catalogue. With more than 2 steps those from the third on are timed, each with its capture.
 `--list`: the points and what is predicted of them, without a GPU. Last line: JSON.
 """
 
@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -45,6 +46,7 @@ from outrider.model.drafter import Drafter
 from outrider.model.fused_attention import flex_kernels, fused_attention, kernels_for
 from outrider.model.fused_drafter import fused_twin
 from outrider.objective.losses import plain_loss
+from outrider.planner.doctor.readings import card_processes
 from outrider.planner.gpus import parse_gpus
 from outrider.planner.job import job_of
 from outrider.planner.ledger import DeviceLedger, colocated
@@ -240,7 +242,7 @@ def measure(point: Point, *, alone: bool, steps: int) -> dict[str, Any]:
             target = random_target(Path(name), resolved.shape.target_layer_ids[-1],
                                    fp8=resolved.config.features.precision == "fp8")
             found, times = run(point, resolved, target, steps)
-    peak, used = found["measured"], found["measured_used"] if alone else None
+    peak, used = found["measured"], own_bytes() or (found["measured_used"] if alone else None)
     return {
         "name": point.name, "predicted": ledger.peak_bytes, **found, "error": ledger.peak_bytes / peak - 1,
         "predicted_used": ledger.device_used_bytes, "measured_used": used,
@@ -274,6 +276,12 @@ def run(point: Point, resolved: Resolved, target: Target, steps: int) -> tuple[d
     free, total = torch.cuda.mem_get_info()
     return {"measured": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.memory_reserved(),
             "measured_used": total - free}, times[UNTIMED:]
+
+
+def own_bytes() -> int | None:
+    """What this process holds of the device, as the driver tells; None where it does not."""
+    mine = [item.used_bytes for item in card_processes(torch.device("cuda", 0)) if item.pid == os.getpid()]
+    return mine[0] if mine else None
 
 
 def rows_of(point: Point, config: Any, seed: int) -> Any:

@@ -304,8 +304,12 @@ def test_bad_words(options: dict[str, Any], message_: str) -> None:
 
 def test_a_planned_run_whose_attention_ran_unfused_is_told_by_the_shape(diagnosed: Callable[..., Diagnosis]) -> None:
     """The ledger of the plan has no score matrices: nobody planned to have them."""
-    found = diagnosed(requested=16 * GIB, allocated=80 * GIB, frames=("flex.py:905 sdpa_dense_backward",), fused=False)
+    found = diagnosed(requested=16 * GIB, allocated=80 * GIB, frames=("flex.py:905 sdpa_dense_backward",), fused=False,
+                      blocks=(Blocks(16 * GIB, 4, ()),))
     assert found.causes[0].name == "unfused attention"
+    assert (found.compared[0].name, found.compared[0].planned, found.compared[0].measured) == (
+        "attention: score matrices", 0, 64 * GIB)
+    assert "that the plan missed" not in found.note
     assert "'attention: score matrices', B H 32 x Q 8,192 x N 16,384 x 4 B = 16.00 GiB" in found.summary
     assert "train.attention was 'fused', and no tripwire was set" in found.note
     assert found.remedies[0].set == "--set train.attention=fused"

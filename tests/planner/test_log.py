@@ -64,6 +64,8 @@ FRESH = {
     "smi-table-then-set-device": "another process", "array-memory-error": "host memory", "allocator-warm-up": "weights",
     "memory-per-cent-grows": "leak", "factory-eager-softmax": "unfused attention",
     "fully-shard-foreach-reduce": "gradient birth", "recompute-feed-forward": "too large", "elastic-sigkill": NOT_STATED,
+    # of runs on one H200 that another one shared, each with its allocator capped: a card that had room is not taken
+    "capped-unfused-beside-another": "unfused attention", "capped-optimizer-beside-another": "optimizer birth",
 }
 ALL = {LOGS / f"{name}.log": cause for name, cause in EXPECTED.items()} | {
     FRESH_LOGS / f"{name}.log": cause for name, cause in FRESH.items()}

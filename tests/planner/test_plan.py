@@ -42,7 +42,7 @@ def test_uncompiled_two_pairs_do_not_fit_by_the_score_matrices_whose_bytes_are_s
     pairs = next(plan for plan in every(result) if plan["placement"].startswith("2 pairs") and plan["changes"] == TWO)
     scores = 4 * 32 * 8192 * 16384  # fp32, heads x queries x keys: 16 GiB a layer
     assert not pairs["fits"]
-    assert pairs["headroom_bytes"] < -64 * 2**30
+    assert pairs["headroom_bytes"] < -48 * 2**30
     assert f"most of all 'attention: score matrices', 104.0 GiB ({int(6.5 * scores):,} bytes)" in pairs["verdict"]
     assert "learn card in 'backward: layer 5, attention'" in pairs["verdict"]
     show_plan(result)
@@ -116,12 +116,12 @@ def test_stages_add_up_to_the_step() -> None:
 
 def test_the_nearest_setting_that_fits_is_named(born_from: Job) -> None:  # noqa: F811
     unfused = replace(born_from, road="unfused")
-    nearest = nearest_that_fits(unfused, 160 * 2**30, fp8=True, ledger_of=colocated)
+    nearest = nearest_that_fits(unfused, 130 * 2**30, fp8=True, ledger_of=colocated)
     assert nearest is not None
     changes, ledger = nearest
     assert changes == {"layout.anchors": 256}
-    assert ledger.device_used_bytes <= 160 * 2**30
-    card = replace(CATALOGUE["rtx-pro-6000"], usable_bytes=160 * 2**30)
+    assert ledger.device_used_bytes <= 130 * 2**30
+    card = replace(CATALOGUE["rtx-pro-6000"], usable_bytes=130 * 2**30)
     assert not make_plans(unfused, [card], placements=("colocated",), vary=False)[0].fits
     small, large = (CATALOGUE[name].usable_bytes for name in ("rtx-4090", "h200"))
     assert nearest_that_fits(born_from, small, fp8=True, ledger_of=colocated) is None

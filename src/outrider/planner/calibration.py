@@ -21,7 +21,7 @@ from outrider.planner.gpus import CATALOGUE, Gpu, catalogue_name
 from outrider.planner.speed import BANDWIDTH_SHARE, KEPT_UP, KEPT_UP_FP8, LINK_SHARE
 from outrider.progress import ProgressBar
 
-SECONDS = {"bf16": 10.0, "fp8": 8.0, "bandwidth": 3.0, "link": 3.0}  # less than 30 in all, what it takes to begin included
+SECONDS = {"bf16": 8.0, "fp8": 6.0, "bandwidth": 2.0, "link": 2.0}  # with what comes before and after less than 30
 LEAST_S = 0.05  # of work launched at once, so that waiting for it does not count
 LEAST_LINK = min(gpu.link for gpu in CATALOGUE.values())
 

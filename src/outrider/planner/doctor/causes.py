@@ -80,6 +80,8 @@ def _no_gaps(log: Evidence) -> str | None:
 
 
 def _nobody_else(log: Evidence) -> str | None:
+    if log.others and log.requested is not None and log.free is not None and log.requested <= log.free:
+        return f"others held {gib(sum(used for _, used in log.others))}, but {gib(log.free)} of the card were free"
     if log.others:
         return f"others held {gib(sum(used for _, used in log.others))}, too little to matter, or it is this process itself"
     if log.capacity is None or log.free is None or log.allocated is None:
@@ -155,6 +157,8 @@ def _another_process(log: Evidence) -> Cause | None:
         others = [item for item in others if item not in sorted(own, key=lambda item: abs(item[1] - reserved))[:1]]
     size = sum(used for _, used in others)
     if log.requested is None or log.free is None or size < LEAST_FOREIGN or log.free + size < log.requested:
+        return None
+    if log.requested <= log.free:  # the card had it: a limit of this process's own refused
         return None
     who = " and ".join(f"process {pid} ({gib(used)})" for pid, used in others)
     more = f"; of {gib(log.capacity)} this one could not have that part" if log.capacity else ""

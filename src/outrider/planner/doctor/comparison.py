@@ -1,7 +1,7 @@
 """Takes the record of an out-of-memory, gives what was planned against what was measured, line by line; judges no cause."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from outrider.planner import lines as at
@@ -41,14 +41,15 @@ def fullest(record: Record) -> str:
     return max(ledger_phases(record.moment.phase, record.by_phase), key=lambda phase: record.by_phase[phase])
 
 
-def compare(record: Record) -> list[Compared]:
+def compare(record: Record, beside: Sequence[Line] = ()) -> list[Compared]:
     """Lines whose tensors were found, by what held them or by their sizes among the allocator's blocks, largest surprise first;
-    all that is left on both sides stands as one. Empty where nothing was measured."""
+    all that is left on both sides stands as one. Empty where nothing was measured. `beside`: lines that nobody planned."""
     phase = fullest(record)
     planned: Counter[str] = Counter()
     for line in alive_in(record.lines, phase, tuple(record.by_phase)):
         planned[line.name] += line.bytes
-    measured = dict(record.held) | _by_size(record, phase)
+    lines = [*beside, *alive_in(record.lines, phase, tuple(record.by_phase))]
+    measured = dict(record.held) | _by_size(record, lines)
     if "gradients of the masters" not in planned:  # on the dense road they are born matrix by matrix, each a line
         planned["gradients of the masters"] = sum(size for name, size in planned.items() if name.startswith("gradients: "))
     rows = [Compared(name, planned[name], size) for name, size in measured.items()]
@@ -64,15 +65,16 @@ def unplanned(record: Record) -> int:
     return max(0, record.statistics.get("allocated_bytes", 0) - record.by_phase[fullest(record)])
 
 
-def _by_size(record: Record, phase: str) -> dict[str, int]:
+def _by_size(record: Record, lines: Sequence[Line]) -> dict[str, int]:
     """Bytes of the blocks that have the size of a line's tensor, by the line's name, no more of them than the line has tensors.
 
-    Lines that were measured whole are left out, and sizes under a MiB, which could be anything's.
+    Lines that were measured whole are left out, those of many tensors of unlike sizes, and sizes under a MiB, which could be
+    anything's.
     """
     wanted: dict[int, list[Line]] = defaultdict(list)
-    for line in alive_in(record.lines, phase, tuple(record.by_phase)):
+    for line in lines:
         tensors = list(tensors_of(record.job, line))
-        if line.name not in record.held and len(tensors) == 1 and tensors[0][1] >= 2**20:
+        if line.name not in record.held and len(tensors) == 1 and tensors[0][1] == line.tensor_bytes >= 2**20:
             wanted[tensors[0][1]].append(line)
     found: Counter[str] = Counter()
     for block in record.blocks:

@@ -13,7 +13,7 @@ from outrider.planner.doctor.record import Record
 from outrider.planner.doctor.remedies import Remedy, find_remedies, room_of
 from outrider.planner.job import Job
 from outrider.planner.ledger import DeviceLedger, ledger_of
-from outrider.planner.lines import Role
+from outrider.planner.lines import Line, Role
 
 # What a ledger must suppose to have the lines of a job in which this went wrong
 FAULTS: dict[str, dict[str, Any]] = {"unfused attention": {"road": "unfused"}, "logits": {"plain_logits": True},
@@ -92,18 +92,21 @@ def diagnose_record(record: Record) -> Diagnosis:
     evidence, ledger = evidence_of(record), DeviceLedger(record.roles, record.lines, dict(record.by_phase))
     causes = find_causes(evidence)
     named, job = LINES.get(causes[0].name, ()), _as_it_went(record.job, causes[0])
+    beside: dict[str, Line] = {}
     if job != record.job:  # the planned ledger has no line for what should not have been
-        ledger = ledger_of(job, record.roles)
+        ledger, planned = ledger_of(job, record.roles), {line.name for line in record.lines}
+        beside = {line.name: line for line in ledger.lines if line.name.startswith(named) and line.name not in planned}
     phases = () if causes[0].name == "optimizer birth" else ledger_phases(record.moment.phase, ledger.by_phase)
     matches = [] if evidence.requested is None else find_lines(job, ledger, evidence.requested, phases=phases, names=named)
     if record.job.road == "dense" and matches and matches[0].line.name.startswith(TABLES):
         causes.insert(0, Cause("unfused attention", "Attention ran dense, as train.attention = 'dense' asks, with whole tables "
                                f"of queries and keys, {asked(evidence)} failed", ()))
-    compared, cause = tuple(compare(record)), causes[0]
+    compared, cause = tuple(compare(record, list(beside.values()))), causes[0]
     if cause.name in NO_SETTING:
         return _diagnosis(evidence, causes, matches, compared, [], NO_SETTING[cause.name])
     usable = record.allowed_bytes - _others(cause, evidence) if record.total_bytes else None
-    room = room_of(name=record.device, capacity=record.total_bytes, usable_bytes=usable, missed=unplanned(record))
+    missed = unplanned(replace(record, by_phase=ledger.by_phase))
+    room = room_of(name=record.device, capacity=record.total_bytes, usable_bytes=usable, missed=missed)
     remedies = [*_elsewhere(cause), *find_remedies(job, record.roles, room)]
     fused = ("attention was proven to run fused (self-test passed, tripwire set)" if record.moment.fused else
              "train.attention was 'fused', and no tripwire was set" if record.job.road == "fused" else
