@@ -1,7 +1,9 @@
 """The verbs as a user calls them: the whole road on a toy target, the contract of --json and exit codes, and bad input."""
 
+import inspect
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -99,11 +101,15 @@ def test_resume_goes_on_and_refuses_a_changed_run(
     road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = (road[1] / "run.toml", "--set", f"train.folder={tmp_path / 'run'}")
-    assert result(capsys, "train", *run)["steps"] == 4
+    code, _, err = call(capsys, "train", *run)
+    assert code == 0
+    assert re.search(r"labels: 100% of \d+ looked at are the target's own likeliest token", err)
     assert "optimizer.learning_rate (0.0006 -> 1e-05)" in refusal(capsys, "train", *run, "--set", "optimizer.learning_rate=1e-5")
     code, _, err = call(capsys, "train", *run)
     assert code == 0
     assert "step-00000004, 4 steps done" in err
+    assert "all 4 steps are done already: nothing is left to do" in err
+    assert "labels: " not in err, "what the rows teach is looked at when a run begins"
 
 
 @pytest.mark.parametrize(("setting", "words"), [
@@ -237,12 +243,19 @@ def test_wrong_words_are_refused(road: tuple[Path, Path], capsys: pytest.Capture
     assert "--device tpu" in refusal(capsys, "generate", "x", "--target", road[0], "--drafter", ".", "--device", "tpu")
 
 
-@pytest.mark.parametrize("verb", ["respond", "prepare", "train", "evaluate", "generate", "export", "demo"])
-def test_help_fits_one_screen_and_shows_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("verb", [
+    "respond", "prepare", "plan", "train", "doctor", "evaluate", "generate", "export", "report", "demo"])
+def test_help_fits_one_screen_and_shows_an_example_to_copy(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, verb, "--help")
     assert code == 0
-    assert f"Example: outrider {verb}" in " ".join(out.split())
-    assert len(out.splitlines()) <= 50
+    example = inspect.getdoc(getattr(cli, verb)).partition("Example: ")[2]  # type: ignore[union-attr]
+    assert example.startswith(f"outrider {verb}")
+    assert f"Example: {example.strip()}\n" in out
+    assert len(out.splitlines()) <= 60
+    code, out, _ = call(capsys, "--help")
+    commands = out.partition("Commands:\n")[2]
+    assert f"  {verb} " in commands
+    assert "..." not in commands, "each verb says what it does in one line"
 
 
 def test_an_interrupted_answer_file_goes_on(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

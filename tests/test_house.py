@@ -1,6 +1,7 @@
 """The house's own rules: who imports whom, what a module says first, how long a file may be."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,14 @@ def test_a_module_says_first_what_it_is(module: Path) -> None:
     assert text.startswith('"""'), "the first line is a docstring"
     assert ast.get_docstring(ast.parse(text))
     assert text.count("\n") <= MOST_LINES
+
+
+def test_every_fault_seen_in_the_wild_has_a_test_that_stands() -> None:
+    tests, table = Path(__file__).parent, (Path(__file__).parent / "pitfalls.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \|.*$", table, re.MULTILINE)
+    assert [int(number) for number in rows] == list(range(1, 35))
+    for line in table.splitlines():
+        named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", line)
+        assert named or not re.match(r"\| \d", line), line
+        for file, test in named:
+            assert f"def {test}(" in (tests / file).read_text(encoding="utf-8"), f"{file}::{test}"

@@ -45,8 +45,13 @@ def verb(function: Callable[..., dict[str, Any]], display: Callable[[dict[str, A
 
     command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), as_json])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in [*signature.parameters.values(), as_json]}
-    app.command(function.__name__)(command)
+    app.command(function.__name__, help=_help(function))(command)
     return function
+
+
+def _help(function: Callable[..., Any]) -> str:
+    """The docstring, its example kept on one line: it is there to be copied."""
+    return (inspect.getdoc(function) or "").replace("Example: ", "\b\nExample: ")
 
 
 def main() -> None:

@@ -337,6 +337,8 @@ RULES = {
     "tuple_type": "must be a list",
 }
 
+WHERE_FROM = {"drafter.mask_token_id": ", outrider prepare names ids to choose from"}
+
 
 def _explain(detail: ErrorDetails) -> str:
     place = [str(part) for part in detail["loc"]]
@@ -349,7 +351,7 @@ def _explain(detail: ErrorDetails) -> str:
         hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"known keys: {', '.join(known)}"
         return f"unknown key '{name}': {hint}"
     if detail["type"] == "missing":
-        return f"'{name}' is missing: add it"
+        return f"'{name}' is missing: add it{WHERE_FROM.get(name, '')}"
     rule = RULES.get(detail["type"]) or detail["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
     return f"{name} = {without_login(_toml_value(detail['input']))}: {rule}"
 

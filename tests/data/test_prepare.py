@@ -61,6 +61,8 @@ def test_the_audit_adds_up_and_the_rows_hold_the_documents(write_jsonl, talk, to
     assert prepared.contains_token(163)
     assert not prepared.contains_token(164)  # only in what was cut off
     assert not prepared.contains_token(299)
+    assert result["mask_token_ids"]
+    assert not any(prepared.contains_token(id) for id in result["mask_token_ids"])
     assert "5 of 11 documents kept; dropped: 1 broken JSON" in capsys.readouterr().err
 
 
@@ -189,7 +191,7 @@ def test_never_replaces_a_folder_that_prepare_did_not_write(write_jsonl, talk, t
     assert (tmp_path / "mine/thesis.txt").read_text() == "years of work"
     with pytest.raises(UserError, match=r"conversations\.jsonl: is a file: name a folder"):
         prepare([path], tokenizer=tokenizer, out=path, options=OPTIONS)
-    with pytest.raises(UserError, match=r"cannot write .*: a part of this path is a file"):
+    with pytest.raises(UserError, match=r"cannot write .*: a file is in the way of a folder"):
         prepare([path], tokenizer=tokenizer, out=path / "deep" / "rows", options=OPTIONS)
     (tmp_path / "empty").mkdir()
     prepare([path], tokenizer=tokenizer, out=tmp_path / "empty", options=OPTIONS)

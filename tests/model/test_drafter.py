@@ -103,7 +103,7 @@ def test_gradients_are_those_of_each_block_alone(shape: DrafterShape) -> None:
         assert (gradient - alone.grad).norm() < 2e-6 * alone.grad.norm()
 
 
-@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 1000])
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 1000, 8191])
 def test_lengths_that_are_no_multiple_of_anything(length: int) -> None:
     """A document of this length, the last block at its end, against the inference call."""
     shape = SHAPES["sliding and full"]

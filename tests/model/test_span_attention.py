@@ -82,16 +82,17 @@ def test_operators_compile_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) ->
     torch._dynamo.utils.counters.clear()  # other tests' graphs are counted too
     compiled = torch.compile(span.span_attention, backend="aot_eager", fullgraph=True, dynamic=False)
     S, A, K, documents, dropped = CASES["packed"]
-    for seed in range(3):
+    for seed in range(20):
         rows, blocks = layout(S, A, K, documents, dropped, seed=seed)
         q, k, v, gradient = inputs(rows, blocks, 6, 1, 16)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out = compiled(q, k, v, span_mask(blocks, row_length=S, window=None, key_tile=KEY_TILE))
         found = (out.detach(), *torch.autograd.grad(out, leaves, gradient))
-        expected = exact(q, k, v, dense_mask(rows, blocks, window=None), gradient)
-        assert max(errors(found, expected)) < 1e-5, "fp32 against float64"
+        if seed < 3:
+            expected = exact(q, k, v, dense_mask(rows, blocks, window=None), gradient)
+            assert max(errors(found, expected)) < 1e-5, "fp32 against float64"
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert stand_in.calls == 3, "the forward must not be done again in the backward"
+    assert stand_in.calls == 20, "the forward must not be done again in the backward"
 
 
 def test_refused_outside_the_compiler() -> None:

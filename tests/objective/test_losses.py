@@ -10,7 +10,7 @@ from toys import noise
 from outrider.objective.acceptance import accepted_runs, slot_counts
 from outrider.objective.losses import plain_loss
 from outrider.records import DraftBlocks, FrozenHead, LossTerms
-from outrider.train.meter import report_step
+from outrider.train.meter import as_metrics, report_step
 
 A, K, D, V = 5, 4, 8, 13
 
@@ -171,5 +171,6 @@ def test_report_divides_once_and_survives_nothing() -> None:
     assert report.supervised_slots == int((blocks.weights_BAK > 0).sum())
     assert report.tau_proxy == pytest.approx(1 + float(terms.run_sum / terms.block_count))
     assert len(report.slot_accuracy) == K - 1
+    assert as_metrics(report)["anchor_coverage"] == 10 / 40
     nothing = report_step(plain_loss(hidden, blocks_of(blocks.labels_BAK, 0 * blocks.weights_BAK), head), **settings)
     assert (nothing.loss, nothing.tau_proxy, nothing.supervised_slots, nothing.slot_accuracy) == (0.0, 1.0, 0, [0.0] * (K - 1))

@@ -46,7 +46,7 @@ def respond(
     device: Device = "cpu",
     trust_remote_code: TrustCode = False,
 ) -> dict[str, Any]:
-    """Have the target answer prompts: the text that its drafter should learn from.
+    """Have the target answer prompts, for its drafter to learn from.
 
     Example: outrider respond prompts.jsonl --target ./my-model --out answers.jsonl
     """
@@ -90,7 +90,7 @@ def prepare(
     max_bad_share: Annotated[float, typer.Option(help="With 'drop': stop when more of the records cannot be used.")] = 0.05,
     trust_remote_code: TrustCode = False,
 ) -> dict[str, Any]:
-    """Turn conversations into rows of tokens with a loss mask, and count what was kept, dropped and why.
+    """Turn conversations into rows of tokens with a loss mask. Counts what was kept, dropped and why.
 
     Example: outrider prepare answers.jsonl --target ./my-model --out rows --row-length 4096
     """
@@ -127,7 +127,7 @@ def plan(
     times: Annotated[Path | None, typer.Option(help="Measured stage times: a traced run, or a TOML or JSON file.")] = None,
     page: Annotated[Path | None, typer.Option(help="Draw the simulated time line: .html or .svg.")] = None,
 ) -> dict[str, Any]:
-    """Say what a run needs on each GPU, what fits and how fast it will be; needs no GPU and no weights.
+    """Say what a run needs on each GPU, what fits and how fast. Needs no GPU and no weights.
 
     Example: outrider plan run.toml --gpus "4x rtx-pro-6000"
     """
@@ -144,9 +144,11 @@ def train(
     gpus: Annotated[int | None, typer.Option(help="Cards of this machine to use: as many processes as they make.")] = None,
     processes: Annotated[int | None, typer.Option(help="Processes to start; on a CPU they sum over gloo.")] = None,
 ) -> dict[str, Any]:
-    """Train a drafter as a run file says; a run that was interrupted goes on from its newest checkpoint, exactly.
+    """Train a drafter as a run file says, or go on with it. Exactly, from its newest checkpoint.
 
-    Under torchrun or srun it takes part with the other processes. Example: outrider train run.toml --gpus 4
+    Under torchrun or srun it takes part with the other processes.
+
+    Example: outrider train run.toml --gpus 4
     """
     from outrider.train.placement import process_count
     from outrider.train.processes import find_place, run_processes
@@ -170,7 +172,7 @@ def doctor(
     settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the run file; repeatable.")] = None,
     row_length: Annotated[int | None, typer.Option(help="Tokens a row; by default that of the prepared rows, else 8192.")] = None,
 ) -> dict[str, Any]:
-    """Say whether this machine is sound for a run; or why memory ran out (--record, --log), and which settings fit.
+    """Say if this machine is sound for a run, or why memory ran out. With --record or --log, and which settings fit.
 
     Example: outrider doctor --log train.log --run run.toml
     """
@@ -216,7 +218,7 @@ def evaluate(
     device: Device = "cpu",
     trust_remote_code: TrustCode = False,
 ) -> dict[str, Any]:
-    """Measure the accepted length and the speed-up, and check that the text is the target's own, token for token.
+    """Measure accepted length, speed-up, and that no text differs. Against the target alone, token for token.
 
     Example: outrider evaluate heldout.jsonl --target ./my-model --drafter runs/mine --batch-size 1,8
     """
@@ -262,7 +264,7 @@ def generate(
     device: Device = "cpu",
     trust_remote_code: TrustCode = False,
 ) -> dict[str, Any]:
-    """Stream an answer; on a terminal, what the drafter guessed right is green. Says at the end how it came.
+    """Stream an answer, and say at the end how it came. On a terminal, what the drafter guessed right is green.
 
     Example: outrider generate "Name three rivers." --target ./my-model --drafter runs/mine
     """
@@ -306,7 +308,7 @@ def export(
     golden: Annotated[bool, typer.Option("--golden", help="Load the target and add a golden vector to check engines.")] = False,
     trust_remote_code: TrustCode = False,
 ) -> dict[str, Any]:
-    """Write the folder that servers load, check it, and print the serve commands.
+    """Write the folder that servers load, check it, say how to serve.
 
     Example: outrider export runs/mine --out my-drafter --format hf,gguf
     """
@@ -324,7 +326,7 @@ def report(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     out: Annotated[Path | None, typer.Option(help="The page to write; by default report.html in the run.")] = None,
 ) -> dict[str, Any]:
-    """Draw a run on one HTML page: curves, accepted length, times, settings.
+    """Draw a run on one HTML page. Curves, accepted length, times, memory, settings.
 
     Example: outrider report runs/mine
     """

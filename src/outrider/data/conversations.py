@@ -188,8 +188,9 @@ def parse_record(record: Any, where: str) -> Conversation:
         return Chat(where, messages)
     if {"prompt", "response"} <= given:
         return _parse_prompt_response(record["prompt"], record["response"], where)
+    way_out = "have the target answer the prompts (outrider respond)" if "prompt" in given else "rename or convert the keys"
     raise RecordError(where, f"the record has the keys {_listed(record)}: it must have messages (a list of role and content), "
-                      "prompt + response, or input_ids + loss_mask, rename or convert the keys", reason=UNKNOWN_FORM)
+                      f"prompt + response, or input_ids + loss_mask: {way_out}", reason=UNKNOWN_FORM)
 
 
 def parse_messages(messages: Any, where: str) -> Messages:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.data.chat import SUPERVISE, ChatFormat, Document, chat_format, document_of, tokenizer_digest
 from outrider.data.conversations import NO_ASSISTANT_TURN, RecordError, check_files, count_records, read_conversations
+from outrider.data.mask_token import mask_token_ids
 from outrider.data.packing import build_row, has_anchor, pack
 from outrider.data.rows import DROPPED_FILE, FORMAT, INFO_FILE, ROWS_FILE, as_ranges, check_rows_file, read_info, write_rows_file
 from outrider.errors import UserError
@@ -69,8 +70,8 @@ def prepare(conversations: Sequence[Path], *, tokenizer: PreTrainedTokenizerBase
 
     Gives `documents_in`, `documents_kept`, `dropped` {reason: count}, `rows`, `tokens` (in rows, padding excluded),
     `supervised_tokens` (in rows), `clipped_share` (tokens cut off at `row_length` / all tokens of the rendered documents before
-    the cut), `clipped_documents`, `unsupervised_turns` {reason: count}, `folder`, `reused`.
-    documents_in == documents_kept + sum(dropped.values()). `out` is written whole or not at all. Raises UserError.
+    the cut), `clipped_documents`, `unsupervised_turns` {reason: count}, `mask_token_ids` (for drafter.mask_token_id), `folder`,
+    `reused`. documents_in == documents_kept + sum(dropped.values()). `out` is written whole or not at all. Raises UserError.
     """
     check_files(conversations)
     _check_out(out)
@@ -84,7 +85,10 @@ def prepare(conversations: Sequence[Path], *, tokenizer: PreTrainedTokenizerBase
         with atomic_folder(out) as temporary:
             chat = chat_format(tokenizer, stop_token_ids=options.stop_token_ids, template_options=options.template_options)
             documents, audit = _collect(conversations, chat, options, temporary / DROPPED_FILE)
-            _write(temporary, documents, audit, options, {"key": key, **ingredients})
+            present = _tokens_present(documents, options.vocab_size)
+            audit["mask_token_ids"] = mask_token_ids(tokenizer, vocab_size=options.vocab_size, stop_ids=chat.stop_token_ids,
+                                                     occurs=lambda id: bool(present[id]))
+            _write(temporary, documents, present, audit, options, {"key": key, **ingredients})
     _say_audit(audit)
     return {**audit, "folder": str(out), "reused": reused}
 
@@ -208,8 +212,8 @@ def _check_share(audit: dict[str, Any], most: float) -> None:
     raise UserError(f"none of {audit['documents_in']} documents is left ({_counts(audit['dropped'])}{turns}): {way_out}")
 
 
-def _write(folder: Path, documents: list[Document], audit: dict[str, Any], options: PrepareOptions,
-           made_from: dict[str, Any]) -> None:
+def _write(folder: Path, documents: list[Document], present: npt.NDArray[np.bool_], audit: dict[str, Any],
+           options: PrepareOptions, made_from: dict[str, Any]) -> None:
     """Pack, write `rows.parquet` and `rows.json`, and complete the audit with what the rows hold."""
     packed = pack([len(document.input_ids) for document in documents], row_length=options.row_length)
     rows = (build_row([(documents[index].input_ids, documents[index].loss_mask) for index in row], row_length=options.row_length)
@@ -220,7 +224,7 @@ def _write(folder: Path, documents: list[Document], audit: dict[str, Any], optio
     audit["supervised_tokens"] = sum(int(document.loss_mask.sum()) for document in documents)
     write_json(folder / INFO_FILE, {
         **made_from, "rows_sha256": sha256_file(folder / ROWS_FILE), "num_rows": len(packed), "row_length": options.row_length,
-        "vocab_size": options.vocab_size, "token_ids": as_ranges(_tokens_present(documents, options.vocab_size)), "audit": audit,
+        "vocab_size": options.vocab_size, "token_ids": as_ranges(present), "audit": audit,
     })
 
 
@@ -241,3 +245,5 @@ def _say_audit(audit: dict[str, Any]) -> None:
         say(f"prepare: assistant turns left unsupervised: {_counts(audit['unsupervised_turns'])}")
     say(f"prepare: {audit['rows']} rows, {audit['tokens']} tokens, {audit['supervised_tokens']} supervised, "
         f"{audit['clipped_share']:.2%} of all tokens clipped ({audit['clipped_documents']} documents)")
+    ids = ", ".join(map(str, audit["mask_token_ids"])) or "there is none, free a special token of the tokenizer"
+    say(f"prepare: for drafter.mask_token_id, ids that stand for nothing here: {ids}")

@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from outrider.config import RunConfig, to_toml
+from outrider.data.mask_token import mask_token_ids
 from outrider.data.rows import PreparedRows, load_rows, read_info
 from outrider.errors import UserError
 from outrider.features.capture import FeatureSource
 from outrider.features.facts import read_facts
 from outrider.features.guards import open_kernel_cache, wake_compilers
+from outrider.features.own_text import say_own_share
 from outrider.features.source import Order, Provenance, open_served, open_source
 from outrider.features.target import (
     Ends,
@@ -120,14 +122,9 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     check_inputs(checkpoint, inputs)
     begun = None if checkpoint is not None else _begin(resolved, initial, inputs["target.path"])
     provenance = Provenance(inputs["target.path"], inputs["data.rows"], len(rows), settings.folder / FEATURES_NAME)
-    answers = config.data.heldout is not None and processes.leads
-    if settings.attention == "fused":
-        open_kernel_cache(config.features.kernel_cache)
-        wake_compilers()  # beside the loading of the target
-    if config.features.server is not None:
-        sources, ends = _open_server(resolved, devices, provenance, rows.batch([0]), checks=processes.leads)
-    else:
-        sources, ends = _open_sources(resolved, devices, provenance, rows.batch([0]), answers=answers, spread=spread)
+    sources, ends = _open_features(resolved, devices, provenance, rows.batch([0]), leads=processes.leads, spread=spread)
+    if checkpoint is None and config.data.heldout is not None and processes.leads:  # then the first target is whole
+        say_own_share(sources[0].target, (rows.batch([row]) for row in range(len(rows))))
     relay = open_relay(sources, devices, config.placement, meeting=digest(str(settings.folder.resolve()))[:16],
                        trace=Trace(devices.all) if settings.trace_steps else None)
     learner = _build_learner(begun or build_drafter(resolved, ends), resolved, ends, devices.learn, processes)
@@ -137,8 +134,9 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     else:
         position = load_checkpoint(checkpoint, learner.road.drafter, learner.optimizer)
         say(f"going on from {checkpoint}, {position.step} steps done")
-    per_step = settings.rows_per_batch * settings.accumulation
-    steps = settings.steps or -(-settings.epochs * len(rows) // per_step)
+    steps = settings.steps or -(-settings.epochs * len(rows) // (settings.rows_per_batch * settings.accumulation))
+    if position.step == steps:
+        say(f"all {steps} steps are done already: nothing is left to do, and what is there stays as it is")
     disk = _room_for_checkpoints(learner, config, processes)
     if processes.leads:
         _write_resolved(resolved)
@@ -151,6 +149,21 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
     _announce(run)
     processes.meet()  # one may still load, longer than the others wait for a sum
     return run
+
+
+def _open_features(
+    resolved: Resolved, devices: Devices, provenance: Provenance, first_row: TokenRows, *, leads: bool,
+    spread: Callable[..., tuple[Stretch, ...]],
+) -> tuple[list[FeatureSource], Ends]:
+    """Where features come from, and the target's ends on the learning device. The process that `leads` checks and measures."""
+    config = resolved.config
+    if config.train.attention == "fused":
+        open_kernel_cache(config.features.kernel_cache)
+        wake_compilers()  # beside the loading of the target
+    if config.features.server is not None:
+        return _open_server(resolved, devices, provenance, first_row, checks=leads)
+    answers = leads and config.data.heldout is not None
+    return _open_sources(resolved, devices, provenance, first_row, answers=answers, spread=spread)
 
 
 def _open_sources(
@@ -257,13 +270,14 @@ def _check_data(resolved: Resolved, rows: PreparedRows) -> None:
             raise UserError(f"{name} = {size}: must be at most the rows' length, {rows.row_length} tokens: lower it, or prepare "
                             "longer rows")
     mask = shape.mask_token_id
+    stop_ids = read_stop_ids(resolved.config.target.path, tokenizer)
     special = {tokenizer.pad_token_id: "pad", tokenizer.bos_token_id: "bos", tokenizer.eos_token_id: "eos",
-               **dict.fromkeys(read_stop_ids(resolved.config.target.path, tokenizer), "eos")}
-    if mask in special:
-        raise UserError(f"drafter.mask_token_id = {mask}: is the target's {special[mask]} token: choose an id that never occurs "
-                        "in text")
-    if rows.contains_token(mask):
-        raise UserError(f"drafter.mask_token_id = {mask}: occurs in the data: choose an id that never occurs in text")
+               **dict.fromkeys(stop_ids, "eos")}
+    if mask in special or rows.contains_token(mask):
+        what = f"is the target's {special[mask]} token" if mask in special else "occurs in the data"
+        free = mask_token_ids(tokenizer, vocab_size=shape.vocab_size, stop_ids=stop_ids, occurs=rows.contains_token)
+        such = f", such as {' or '.join(map(str, free))}" if free else ""
+        raise UserError(f"drafter.mask_token_id = {mask}: {what}: choose an id that never occurs in text{such}")
 
 
 def _check_share(config: RunConfig, processes: Processes, rows: int) -> None:
