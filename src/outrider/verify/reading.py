@@ -86,8 +86,7 @@ class TargetReader:
     def keep_path(self, path_BX: Tensor, kept_B: Tensor) -> None:
         """Of the tree read last, the first `kept_B` nodes of `path_BX` stay, in this order."""
         to_BX = self.length_B[:, None] + torch.arange(path_BX.shape[1], device=path_BX.device)
-        for layer in self.cache.attention:
-            layer.move(self.length_B[:, None] + path_BX, to_BX)
+        self.cache.move(self.length_B[:, None] + path_BX, to_BX)
         self.length_B += kept_B
 
     def _read(

@@ -90,14 +90,13 @@ class AttentionSlots(CacheLayerMixin):
     is_compileable = True
     is_sliding = False
 
-    def __init__(self, rollback: "RollbackCache") -> None:
+    def __init__(self, rollback: "RollbackCache", kind: str) -> None:
         super().__init__()
-        self.rollback = rollback
+        self.rollback, self.kind = rollback, kind
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        B, G = key_states.shape[:2]
-        self.keys = key_states.new_zeros(B, G, self.rollback.capacity, key_states.shape[-1])
-        self.values = value_states.new_zeros(B, G, self.rollback.capacity, value_states.shape[-1])
+        self.keys = self.rollback.room("keys", self.kind, key_states)
+        self.values = self.rollback.room("values", self.kind, value_states)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -108,13 +107,6 @@ class AttentionSlots(CacheLayerMixin):
     def view(self) -> LayerView:
         """What a layer needs of the cache for the tokens that are read now."""
         return LayerView(self.keys, self.values, self.rollback.reading.place, self.rollback.reading.reach)
-
-    def move(self, from_BX: Tensor, to_BX: Tensor) -> None:
-        """Copy keys and values from some indices to others."""
-        for kept in (self.keys, self.values):
-            shape = (-1, kept.shape[1], -1, kept.shape[3])
-            moved = kept.gather(2, from_BX[:, None, :, None].expand(shape))
-            kept.scatter_(2, to_BX[:, None, :, None].expand(shape), moved)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.rollback.capacity, 0
@@ -189,13 +181,34 @@ class RollbackCache(Cache):
     def __init__(self, kinds: Sequence[str], *, capacity: int) -> None:
         self.capacity = whole_tiles(capacity + 1)
         self.reading: Reading
-        super().__init__(layers=[LinearSlots(self) if kind == LINEAR else AttentionSlots(self) for kind in kinds])
+        super().__init__(layers=[LinearSlots(self) if kind == LINEAR else AttentionSlots(self, kind) for kind in kinds])
+        self.kinds = kinds
         self.linear = [layer for layer in self.layers if isinstance(layer, LinearSlots)]
-        self.attention = [layer for layer in self.layers if isinstance(layer, AttentionSlots)]
+        self.stacks: list[Tensor] = []  # [L, B, G, N, C]
+        self._free: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def begin(self, reading: Reading) -> None:
         """Say what is read next."""
         self.reading = reading
+
+    def room(self, name: str, kind: str, states_BGXC: Tensor) -> Tensor:
+        """Where a layer of this kind may keep its keys or its values, `[B, G, N, C]`, zeros.
+
+        Layers of one kind lie side by side, keys and values apart: what is moved is moved in all layers by one kernel.
+        """
+        B, G, _, C = states_BGXC.shape
+        free = self._free.setdefault((name, kind, B, G, C, states_BGXC.dtype, states_BGXC.device), [])
+        if not free:
+            self.stacks.append(states_BGXC.new_zeros(self.kinds.count(kind), B, G, self.capacity, C))
+            free += self.stacks[-1].unbind()
+        return free.pop()
+
+    def move(self, from_BX: Tensor, to_BX: Tensor) -> None:
+        """Copy keys and values from some indices to others."""
+        for stack_LBGNC in self.stacks:
+            L, B, G, _, C = stack_LBGNC.shape
+            from_LBGXC, to_LBGXC = (at_BX[None, :, None, :, None].expand(L, B, G, -1, C) for at_BX in (from_BX, to_BX))
+            stack_LBGNC.scatter_(3, to_LBGXC, stack_LBGNC.gather(3, from_LBGXC))
 
     def settle(self, kept_BX: Tensor) -> None:
         """Of the tokens read last, those that `kept_BX` marks stay."""
