@@ -62,7 +62,9 @@ def test_gated_delta_rule(size: int, alike: bool) -> None:
     """Keys all alike and nothing forgotten: there the triangular system is as far from its diagonal as it can be.
 
     float32 by the interpreter (which multiplies no bfloat16), bfloat16 on a GPU: half a step of 2^-8 at random is 0.0017 of the
-    norm, of factors that are rounded as well.
+    norm, of factors that are rounded as well: 0.004. Where 64 keys are one, what each token rounds adds up until the next chunk
+    sees it: the same sums by hand in float32, rounded where these kernels round, are 0.019 off, and rounded where
+    flash-linear-attention rounds 0.016.
     """
     from outrider.features.delta_cuda import gated_delta_rule_cuda
 
@@ -77,7 +79,7 @@ def test_gated_delta_rule(size: int, alike: bool) -> None:
         given = (t.to(DEVICE) for t in (q, k, v_XHE, decay, beta))
         return gated_delta_rule_cuda(*given, there.starts_N1, there.chunks_P2, CHUNK).cpu()
 
-    assert relative(found(v), truth) < (1e-5 if INTERPRETED else 0.006)
+    assert relative(found(v), truth) < (1e-5 if INTERPRETED else 0.025 if alike else 0.006)
     other = v.clone()
     other[: LENGTHS[0]] += 100
     other[sum(LENGTHS[:3]) :] += 100
