@@ -174,13 +174,13 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
     case.forward_backward(*case.fresh())
     torch.cuda.synchronize()
     first, since_start = time.perf_counter() - first, seconds_since_process_start()
-    for _ in range(WARM_UP):
-        case.clear()
-        case.forward_backward(*case.fresh())
-    compilations = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     times, reserved = [], []
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(steps):
+    for number in range(WARM_UP + steps):
+        if number == WARM_UP:
+            compilations = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            torch.cuda.reset_peak_memory_stats()
+            times.clear()
+            reserved.clear()
         case.clear()
         batch = case.fresh()
         torch.cuda.synchronize()

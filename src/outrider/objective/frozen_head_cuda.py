@@ -42,8 +42,8 @@ def _score_row(logits, labels, loss, right, V, softcap, CAPPED: tl.constexpr, BL
         at_label = softcap * _cap(at_label, softcap)
     tl.store(loss + row, log_total - at_label)
     tl.store(right + row, first == label)
-    for block in range(tl.cdiv(V, BLOCK)):  # from the end: what was read last is what the cache still has
-        columns = (tl.cdiv(V, BLOCK) - 1 - block) * BLOCK + lanes
+    for start in range(0, V, BLOCK):
+        columns = start + lanes
         x = tl.load(base + columns, mask=columns < V, other=0.0).to(tl.float32)
         if CAPPED:
             share = _cap(x, softcap)

@@ -157,7 +157,7 @@ def _open_features(
 ) -> tuple[list[FeatureSource], Ends]:
     """Where features come from, and the target's ends on the learning device. The process that `leads` checks and measures."""
     config = resolved.config
-    if config.train.attention == "fused":
+    if config.train.attention == "fused" and devices.learn.type == "cuda":
         open_kernel_cache(config.features.kernel_cache)
         wake_compilers()  # beside the loading of the target
     if config.features.server is not None:
