@@ -12,7 +12,7 @@ from test_plan import planned
 from outrider.errors import UserError
 from outrider.planner.calibration import Rates, as_gpu, measure, read_rates, steady_s, write_rates
 from outrider.planner.gpus import CATALOGUE, catalogue_name, parse_gpus
-from outrider.planner.speed import BANDWIDTH_SHARE, KEPT_UP, KEPT_UP_FP8
+from outrider.planner.speed import KEPT_UP, KEPT_UP_BANDWIDTH, KEPT_UP_FP8
 
 CARD = CATALOGUE["rtx-pro-6000"]
 
@@ -20,7 +20,8 @@ CARD = CATALOGUE["rtx-pro-6000"]
 def rates(**changes: Any) -> Rates:
     """As fast as the catalogue says that the card is, of which so much is kept up as of an H200."""
     assert CARD.fp8
-    same = Rates("rtx-pro-6000", CARD.usable_bytes, CARD.bf16 * KEPT_UP, CARD.fp8 * KEPT_UP_FP8, CARD.bandwidth * BANDWIDTH_SHARE,
+    same = Rates("rtx-pro-6000", CARD.usable_bytes, CARD.bf16 * KEPT_UP, CARD.fp8 * KEPT_UP_FP8,
+                 CARD.bandwidth * KEPT_UP_BANDWIDTH,
                  None, (8192, 5120, 34816), 30.0, "2.11")
     return replace(same, **changes)
 
@@ -69,7 +70,7 @@ def test_a_plan_follows_the_rates_of_its_file(tmp_path: Path) -> None:
     slower = planned(rates=path)
     assert slower["stages_ms"]["drafter"] == pytest.approx(2 * as_stated["stages_ms"]["drafter"])
     assert slower["stages_ms"]["optimizer"] == pytest.approx(as_stated["stages_ms"]["optimizer"])
-    assert "rates measured on rtx-pro-6000 (165 TFLOP/s in bf16, " in slower["times"]
+    assert "rates measured on rtx-pro-6000 (174 TFLOP/s in bf16, " in slower["times"]
     assert slower["rates"]["seconds"] == 30.0
 
 

@@ -1,7 +1,8 @@
 """Takes a device and the size of a run's products, gives the rates that it keeps up, and keeps them in a file; plans nothing.
 
-A card at its power limit is slower than its datasheet, and than its own first second (an H200: 989 TFLOP/s stated, 769 cool, 646
-kept up), so each rate is that of the second half of some seconds of the same work on random numbers: zeros take less power.
+A card at its power limit is slower than its datasheet, and than its own first second (an H200: 989 TFLOP/s stated, 769 cool, 685
+kept up for 10 s), so each rate is that of the second half of some seconds of the same work, on random numbers: zeros take less
+power.
 """
 
 import statistics
@@ -18,7 +19,7 @@ from outrider.features.eight_bit import LEAST_CAPABILITY
 from outrider.features.fp8 import quantise_rows, scaled_product
 from outrider.files import read_json, write_json
 from outrider.planner.gpus import CATALOGUE, Gpu, catalogue_name
-from outrider.planner.speed import BANDWIDTH_SHARE, KEPT_UP, KEPT_UP_FP8, LINK_SHARE
+from outrider.planner.speed import KEPT_UP, KEPT_UP_BANDWIDTH, KEPT_UP_FP8, LINK_SHARE
 from outrider.progress import ProgressBar
 
 SECONDS = {"bf16": 8.0, "fp8": 6.0, "bandwidth": 2.0, "link": 2.0}  # with what comes before and after less than 30
@@ -122,7 +123,7 @@ def as_gpu(rates: Rates) -> Gpu:
     known = CATALOGUE.get(rates.card)
     link = rates.link / LINK_SHARE if rates.link else known.link if known else LEAST_LINK
     return Gpu(rates.card, rates.usable_bytes, rates.bf16 / KEPT_UP, rates.fp8 / KEPT_UP_FP8 if rates.fp8 else None,
-               rates.bandwidth / BANDWIDTH_SHARE, link, measured=True)
+               rates.bandwidth / KEPT_UP_BANDWIDTH, link, measured=True)
 
 
 def write_rates(path: Path, rates: Rates) -> None:

@@ -17,7 +17,8 @@ from outrider.planner.job import Job
 
 DRAFTER_SHARE, APART_SHARE, PACKED_SHARE = 610 / 989, 417 / 989, 596 / 989  # of a card's stated bf16 rate
 PACKED_FP8_SHARE = 968 / 1979  # of its stated FP8 rate; apart was not measured, and is taken to reach bf16's
-KEPT_UP, KEPT_UP_FP8 = 646 / 989, 1150 / 1979  # of the stated rates, in large products alone
+# Of the stated rates of an H200, as calibration.py measures it: 685 and 1,314 TFLOP/s, 4,373 GB/s (bench/results/plan.md)
+KEPT_UP, KEPT_UP_FP8, KEPT_UP_BANDWIDTH = 685 / 989, 1314 / 1979, 4373 / 4800
 BANDWIDTH_SHARE = 0.85
 UPDATE_BYTES = 4 + 4 + 3 * 8  # a parameter: norm reads the gradient; the update gradient, master and moments
 LENT_BYTES, COPIED_BYTES = 2 * 16, 4 + 2  # a parameter: its memory lent to the compute weights and back; rounded into a copy
