@@ -19,7 +19,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def _to(record: Any, device: torch.device) -> Any:
-    moved = {f.name: getattr(record, f.name).to(device, non_blocking=True) for f in fields(record)
+    queued = torch.device(device).type == "cuda"  # to the host it must be waited for: nobody there follows the stream
+    moved = {f.name: getattr(record, f.name).to(device, non_blocking=queued) for f in fields(record)
              if isinstance(getattr(record, f.name), Tensor)}
     return replace(record, **moved)
 

@@ -180,13 +180,11 @@ def test_rows_cross_between_devices_while_others_are_captured(toy_folder: Callab
 @TWO_DEVICES
 def test_compiled_shares_in_bfloat16_give_the_bits_of_the_whole(toy_folder: Callable[..., Path]) -> None:
     """Packed and compiled, as a GPU runs it: the same kernels over the same shapes, so the same bits."""
-    cuda, found = torch.device("cuda", 0), []
-    rows = random_rows([[60, 4]], length=64, seed=0)
-    for device in ("cuda:0", stretches_of((2,), layers=4, devices=(cuda,))):
-        order = Order(str(toy_folder("qwen3", dtype="bfloat16")), "bfloat16", device, IDS, last_layer=3)
-        source = open_source(order, FeaturesConfig(documents="packed"), rows, Provenance("", "", 1, Path()))
-        found.append(source.features(rows, CPU).values_BSF)
-    assert torch.equal(*found)
+    cuda, rows = torch.device("cuda", 0), random_rows([[60, 4]], length=64, seed=0)
+    whole, target = (load_target(str(toy_folder("qwen3", dtype="bfloat16")), dtype="bfloat16", device="cuda:0", last_layer=None,
+                                 head=True) for _ in range(2))
+    truth = capture_in("packed", whole, IDS)(rows).values_BSF
+    assert torch.equal(spread(target, "packed", (2,), (cuda,))(rows).values_BSF, truth)
 
 
 def test_a_target_on_one_device_is_joined_by_nothing() -> None:
