@@ -203,6 +203,27 @@ def test_features_from_a_server_leave_the_card_to_the_drafter() -> None:
             planned(settings=[f"target.path={BORN_FROM.with_suffix('')}", 'features.server="http://host:8000"'], **options)
 
 
+def test_a_target_larger_than_a_card_is_spread_over_as_few_as_hold_it() -> None:
+    plans = {cards: every(planned(gpus=f"{cards}x l40s", as_given=True)) for cards in (2, 3, 5)}
+    spread = {cards: next((plan for plan in found if "over" in plan["placement"]), None) for cards, found in plans.items()}
+    assert spread[2] is None, "a card is left for the drafter"
+    one, two = spread[3], spread[5]
+    assert one is not None
+    assert two is not None
+    assert one["placement"] == "1 target over 2 cards feeds 1 drafter card"
+    assert one["fits"]
+    assert one["changes"] == {"placement.capture_cards": 2, "placement.cards_per_target": 2}
+    assert [device["role"] for device in one["devices"]] == ["capture, layers 0 to 30", "capture, layers 31 to 61", "learn"]
+    whole = next(plan for plan in plans[3] if plan["placement"].startswith("1 pair"))
+    assert not whole["fits"]
+    standing = sum(device["standing_bytes"] for device in one["devices"][:2])
+    assert standing == pytest.approx(whole["devices"][0]["standing_bytes"], rel=0.05)
+    assert two["placement"] == "2 targets over 2 cards each feed 1 drafter card"
+    assert two["step_ms"] < one["step_ms"]
+    assert not any("over" in plan["placement"] for plan in every(planned(gpus="3x h200")))
+    assert any("over" in plan["placement"] for plan in every(planned(gpus="3x h200", placement="spread")))
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("4x rtx-pro-600", "did you mean 'rtx-pro-6000'"), ("0x h200", "must be between 1 and 1024"), ("", "must read like"),
     ("h200, l40s", "cards of several kinds"),
@@ -214,7 +235,7 @@ def test_cards_that_cannot_be_planned_for(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"placement": "ring"}, "--placement ring: must be one of colocated, pairs, fan-in"),
+    ({"placement": "ring"}, "--placement ring: must be one of colocated, pairs, fan-in, spread"),
     ({"suppose": ["bad luck"]}, "--suppose bad luck: must be one of"), ({"row_length": 0}, "--row-length 0: must be at least 1"),
 ])
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:

@@ -115,7 +115,7 @@ def plan(
     run: Annotated[Path, typer.Argument(help="The run file (TOML); its rows need not be prepared yet.")],
     gpus: Annotated[str | None, typer.Option(help='Such as "4x rtx-pro-6000"; by default those found here.')] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the run file; repeatable.")] = None,
-    placement: Annotated[str | None, typer.Option(help="Only colocated, pairs or fan-in.")] = None,
+    placement: Annotated[str | None, typer.Option(help="Only colocated, pairs, fan-in or spread.")] = None,
     row_length: Annotated[int | None, typer.Option(help="Tokens a row; by default that of the prepared rows, else 8192.")] = None,
     suppose: Annotated[list[str] | None, typer.Option(
         help="What if it went wrong: unfused-attention, plain-logits or eager-mask; repeatable.")] = None,

@@ -7,11 +7,12 @@ from outrider.config import MOST_ROWS
 from outrider.errors import UserError
 from outrider.planner.gpus import Gpu
 from outrider.planner.job import Job
-from outrider.planner.ledger import DeviceLedger, capturer, colocated, learner
+from outrider.planner.ledger import DeviceLedger, capturers, colocated, learner
 from outrider.planner.speed import parts, sum_ms
+from outrider.planner.spread import MOST_CARDS, goes_onto, spread_over, time_shares
 
-PLACEMENTS = ("colocated", "pairs", "fan-in")
-FEWEST_CARDS = {"pairs": 2, "fan-in": 3}
+PLACEMENTS = ("colocated", "pairs", "fan-in", "spread")
+FEWEST_CARDS = {"pairs": 2, "fan-in": 3, "spread": 3}
 FEWEST_ANCHORS = 64
 BUDGETS = (0.5,)  # of train.activation_budget, tried where everything kept does not fit
 Change = tuple[dict[str, object], Job]  # `section.key` to its new value, and the job with it
@@ -88,6 +89,8 @@ def make_plans(job: Job, gpus: Sequence[Gpu], *, placements: Sequence[str], vary
         plans.append(as_given)
         if vary and not as_given.fits:
             plans += _that_fit(placement, placed, gpus[0], cards, needed)
+    if "spread" in placements and not job.served:
+        plans += _spread(job, gpus, always=tuple(placements) == ("spread",))
     return sorted(plans, key=lambda plan: (not plan.fits, -plan.supervised_tokens_per_s if plan.fits else -plan.headroom))
 
 
@@ -102,6 +105,20 @@ def _placements(count: int, wanted: Sequence[str]) -> Iterator[tuple[int, int, b
             yield replicas, 1, False
     if "fan-in" in wanted and count >= FEWEST_CARDS["fan-in"]:
         yield 1, count - 1, False
+
+
+def _spread(job: Job, gpus: Sequence[Gpu], *, always: bool) -> Iterator[Plan]:
+    """One learner, and targets over as few cards each as hold one; where one card does, only if `always`."""
+    job, usable = replace(job, prefetch=True), gpus[0].usable_bytes
+    if not always and goes_onto(job, 1, usable):
+        return
+    tried = range(2, min(MOST_CARDS, job.loaded, len(gpus) - 1) + 1)
+    each = next((cards for cards in tried if goes_onto(job, cards, usable)), tried[-1] if tried else None)
+    if each is not None:
+        targets = (len(gpus) - 1) // each
+        name = f"1 target over {each} cards feeds" if targets == 1 else f"{targets} targets over {each} cards each feed"
+        yield plan_of(f"{name} 1 drafter card", spread_over(job, each, usable), gpus[0], targets, {
+            "placement.capture_cards": targets * each, "placement.cards_per_target": each})
 
 
 def placement_name(replicas: int, cards: int, sharded: bool, *, served: bool = False) -> str:
@@ -124,17 +141,18 @@ def shared_out(job: Job, replicas: int, *, sharded: bool) -> Change:
 
 
 def plan_of(placement: str, job: Job, gpu: Gpu, cards: int, changes: Mapping[str, object]) -> Plan:
-    """One way to run the job: each replica on its own card, with `cards` more for its target, or on one with it (0). How fast a
-    server gives features is not known: the step is that of one that keeps up."""
+    """One way to run the job: each replica on its own card, with `cards` more for its target (several each where the job has it
+    spread), or on one with it (0). How fast a server gives features is not known: the step is that of one that keeps up."""
     job = replace(job, prefetch=cards > 0 or job.served)
     devices: tuple[DevicePlan, ...]
     if cards:
-        devices = (DevicePlan(job.replicas * cards, gpu, capturer(job)), DevicePlan(job.replicas, gpu, learner(job)))
+        devices = (*(DevicePlan(job.replicas * cards, gpu, ledger) for ledger in capturers(job)),
+                   DevicePlan(job.replicas, gpu, learner(job)))
     else:
         devices = (DevicePlan(job.replicas, gpu, learner(job) if job.served else colocated(job)),)
     time, micro = parts(job, gpu), job.micro_batches
     if cards:
-        waited = max(0.0, time.capture / cards - time.learn)
+        waited = max(0.0, time.capture * max(time_shares(job)) / cards - time.learn)  # the slowest stretch sets a target's pace
         stages = {"drafter": micro * time.learn, "waiting for the target": micro * waited}
     else:
         stages = {"drafter": micro * time.learn}
