@@ -25,7 +25,7 @@ from torch._dynamo.utils import calculate_time_spent
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from outrider.features import guards
-from outrider.features.capture import capture
+from outrider.features.capture import CaptureRows, capture
 from outrider.features.eight_bit import quantise_layer
 from outrider.features.facts import facts_of
 from outrider.features.fp8 import Fp8Linear, quantise_rows
@@ -221,7 +221,7 @@ def check(device: torch.device) -> dict[str, Any]:
             "fp8 to bf16": relative(PackedCapture(eight, layer_ids, compiled=False)(rows), together)}
 
 
-def main() -> None:
+def asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=["as_loaded", "fp8"], default="as_loaded")
     parser.add_argument("--documents", choices=["packed", "apart"], default="packed")
@@ -230,7 +230,23 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--toy", action="store_true")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def measured(call: CaptureRows, target: Target, rows: TokenRows, calls: int) -> dict[str, Any]:
+    """Times, rates and peak of `calls` captures of the same row."""
+    torch.cuda.reset_peak_memory_stats()
+    times = timed(lambda: call(rows), calls)
+    tflop, ms = tflop_of_need(target, rows), statistics.median(times)
+    return {
+        "ms": round(ms, 1), "min": round(min(times), 1), "max": round(max(times), 1), "n": len(times),
+        "tokens_per_s": round(rows.input_ids_BS.numel() / ms * 1e3), "tflop": round(tflop, 1), "tflops": round(tflop / ms * 1e3),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+    }
+
+
+def main() -> None:
+    options = asked()
     if not (options.toy or torch.cuda.is_available()):
         print(json.dumps({"bench": "capture", "skipped": "needs a CUDA GPU (or --toy)"}))
         return
@@ -268,14 +284,7 @@ def main() -> None:
     result["matrix_tflops_before"] = round(matrix_rate(1.0))
     for documents in (1, 4, 16):
         rows = random_rows(length, config.vocab_size, documents)
-        torch.cuda.reset_peak_memory_stats()
-        times = timed(lambda rows=rows: call(rows), options.calls)
-        tflop, ms = tflop_of_need(target, rows), statistics.median(times)
-        result[f"{documents} documents"] = {
-            "ms": round(ms, 1), "min": round(min(times), 1), "max": round(max(times), 1), "n": len(times),
-            "tokens_per_s": round(length / ms * 1e3), "tflop": round(tflop, 1), "tflops": round(tflop / ms * 1e3),
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        }
+        result[f"{documents} documents"] = measured(call, target, rows, options.calls)
         print(documents, json.dumps(result[f"{documents} documents"]), file=sys.stderr, flush=True)
     result["matrix_tflops_after"] = round(matrix_rate(1.0))
     if options.profile:

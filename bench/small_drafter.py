@@ -146,7 +146,7 @@ def answer(folder: Path, asked: list[str], *, dtype: str, device: str, batch: in
     return {"answers": len(records)}
 
 
-def main() -> None:
+def asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
@@ -159,7 +159,11 @@ def main() -> None:
     parser.add_argument("--rows-per-batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--max-hours", type=float, default=0.25)
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = asked()
     folder, made = given.folder, {}
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -171,36 +175,13 @@ def main() -> None:
 
     if not (folder / "target").is_dir():
         timed("target", lambda: build_target(fetch_wheel(cache_folder(), WHEEL), folder / "target"))
-    timed(
-        "answers",
-        lambda: answer(
-            folder,
-            prompts(given.prompts),
-            dtype=given.dtype,
-            device=given.device,
-            batch=given.batch,
-            tokens=given.answer_tokens,
-            seconds=given.answer_seconds,
-        ),
-    )
-    timed(
-        "rows",
-        lambda: cli.prepare(
-            [folder / "answers.jsonl"], target=str(folder / "target"), out=folder / "rows", row_length=given.row_length
-        ),
-    )
-    (folder / "run.toml").write_text(
-        RUN_FILE.format(
-            folder=folder,
-            dtype=given.dtype,
-            device=given.device,
-            mask=MASK_TOKEN_ID,
-            rows=given.rows_per_batch,
-            steps=given.steps,
-            hours=given.max_hours,
-        ),
-        encoding="utf-8",
-    )
+    timed("answers", lambda: answer(folder, prompts(given.prompts), dtype=given.dtype, device=given.device, batch=given.batch,
+                                    tokens=given.answer_tokens, seconds=given.answer_seconds))
+    timed("rows", lambda: cli.prepare([folder / "answers.jsonl"], target=str(folder / "target"), out=folder / "rows",
+                                      row_length=given.row_length))
+    text = RUN_FILE.format(folder=folder, dtype=given.dtype, device=given.device, mask=MASK_TOKEN_ID, rows=given.rows_per_batch,
+                           steps=given.steps, hours=given.max_hours)
+    (folder / "run.toml").write_text(text, encoding="utf-8")
     if given.device == "cuda":
         torch.cuda.empty_cache()
     timed("training", lambda: cli.train(folder / "run.toml"))

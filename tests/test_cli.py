@@ -101,8 +101,9 @@ def test_resume_goes_on_and_refuses_a_changed_run(
     road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = (road[1] / "run.toml", "--set", f"train.folder={tmp_path / 'run'}")
-    code, _, err = call(capsys, "train", *run)
+    code, out, err = call(capsys, "train", *run)
     assert code == 0
+    assert re.search(r"^peak measured: [\d.]+ [MG]iB$", out, re.MULTILINE)
     assert re.search(r"labels: 100% of \d+ looked at are the target's own likeliest token", err)
     assert "optimizer.learning_rate (0.0006 -> 1e-05)" in refusal(capsys, "train", *run, "--set", "optimizer.learning_rate=1e-5")
     code, _, err = call(capsys, "train", *run)
@@ -162,6 +163,20 @@ def test_a_drafter_made_for_another_target(
                        tmp_path / "run")
     assert "6" in sentence
     assert "4" in sentence
+
+
+def test_a_target_of_the_same_sizes_that_it_was_not_trained_for_is_warned_of(
+    road: tuple[Path, Path], toy_folder: ToyFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = tmp_path / "run", toy_folder("llama", seed=1)
+    cli.train(road[1] / "run.toml", settings=[f"train.folder={run}", "train.steps=1", "train.accept_every=4"])
+    for target, warned in ((road[0], False), (other, True)):
+        for words in (("generate", "Hi.", "--drafter", run, "--max-new-tokens", 2), ("export", run, "--out", tmp_path / "out")):
+            code, _, err = call(capsys, *words, "--target", target)
+            assert code == 0, err
+            assert (f"was trained for another target than {target} is now" in err) == warned, words
+    refused = refusal(capsys, "generate", "Hi.", "--target", other, "--drafter", other)
+    assert "is a model's folder, not a drafter's: name an exported drafter" in refused
 
 
 def test_damaged_checkpoint_and_export(road: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,9 +30,16 @@ def show_lines(result: Mapping[str, Any], *, indent: int = 0) -> list[str]:
         name = " " * indent + key.replace("_", " ")
         if isinstance(value, Mapping) and value:
             lines += [f"{name}:", *show_lines(value, indent=indent + 2)]
+        elif key.split("_")[0] != "bytes" and "bytes" in key.split("_") and isinstance(value, int):
+            lines.append(f"{name.replace(' bytes', '')}: {size(value)}")
         else:
             lines.append(f"{name}: {plain(value)}")
     return lines
+
+
+def size(count: int) -> str:
+    """Bytes in the unit in which a person reads them."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def plain(value: Any) -> str:

@@ -67,10 +67,11 @@ def check_questions(questions: Any, options: Any, target: str) -> None:
 def load_pair(target: str, drafter: Path, dtype: str, device: str) -> Any:
     """Target and drafter, that of the drafter checked against it. Raises UserError."""
     from outrider.features.target import load_target
-    from outrider.weights.opening import check_scale, open_drafter
+    from outrider.weights.opening import check_scale, open_drafter, warn_of_other_target
 
     opened = open_drafter(drafter, dtype=dtype, device=device)  # the small one first: its errors come at once
     check_scale(drafter, target)
+    warn_of_other_target(drafter, target)
     return load_target(target, dtype=dtype, device=device, last_layer=None, head=True), opened
 
 

@@ -135,8 +135,6 @@ def start(config: RunConfig, processes: Processes, initial: OpenInitial | None, 
         position = load_checkpoint(checkpoint, learner.road.drafter, learner.optimizer)
         say(f"going on from {checkpoint}, {position.step} steps done")
     steps = settings.steps or -(-settings.epochs * len(rows) // (settings.rows_per_batch * settings.accumulation))
-    if position.step == steps:
-        say(f"all {steps} steps are done already: nothing is left to do, and what is there stays as it is")
     disk = _room_for_checkpoints(learner, config, processes)
     if processes.leads:
         _write_resolved(resolved)
@@ -300,6 +298,8 @@ def _announce(run: Run) -> None:
         f"tokens; {run.steps} steps of up to {per_step} x {layout.anchors} blocks; free disk "
         f"{run.disk.free_bytes / 2**30:.0f} GiB")
     placement = run.resolved.config.placement
+    if run.position.step == run.steps:
+        say(f"all {run.steps} steps are done already: nothing is left to do, and what is there stays as it is")
     if run.processes.count > 1 or placement.capture_cards:
         target = f"its target on {placement.capture_cards} more" if placement.capture_cards else "its target beside the drafter"
         target += f", {placement.cards_per_target} to a target" if placement.cards_per_target > 1 else ""

@@ -19,7 +19,14 @@ from outrider.verify.decode import check_fit
 from outrider.weights.card import CARD_NAME, model_card, read_source
 from outrider.weights.gguf import GGUF_NAME, check_gguf, write_gguf
 from outrider.weights.golden import GOLDEN_NAME, golden_draft, write_golden
-from outrider.weights.opening import find_drafter, is_drafter, open_drafter, scale_of_embedding, weights_digest
+from outrider.weights.opening import (
+    find_drafter,
+    is_drafter,
+    open_drafter,
+    scale_of_embedding,
+    warn_of_other_target,
+    weights_digest,
+)
 from outrider.weights.selfcheck import check_gguf_file, rounded, selfcheck
 from outrider.weights.serve import serve_commands
 from outrider.weights.speculators import to_speculators
@@ -47,6 +54,8 @@ def export(
     target = target_path or read_state(source)["target"]
     facts = read_facts(target)
     check_fit(drafter.shape, facts)
+    if target_path is not None:
+        warn_of_other_target(source, target)
     if "gguf" in formats:
         check_gguf(drafter.shape, load_tokenizer(target))
     serve = serve_commands(out, target, drafter.shape, formats)

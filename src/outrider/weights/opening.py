@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,7 +16,8 @@ from outrider.features.trust import code_of
 from outrider.files import read_json, sha256_file
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
-from outrider.model.published import CONFIG_NAME, WEIGHTS_NAME, from_config, tensor_shapes
+from outrider.model.published import ARCHITECTURE, CONFIG_NAME, WEIGHTS_NAME, from_config, tensor_shapes
+from outrider.progress import say
 from outrider.records import DrafterShape
 from outrider.train.checkpoint import DRAFTER_FOLDER, STATE_NAME, list_checkpoints, read_state, verify_checkpoint
 from outrider.weights.speculators import is_speculators, to_published
@@ -34,6 +36,8 @@ def open_drafter(path: Path, *, dtype: str, device: str) -> Drafter:
         folder = folder / DRAFTER_FOLDER
     config_path = folder / CONFIG_NAME
     config = read_json(config_path, what="the drafter's config")
+    if isinstance(config, dict) and not _is_drafters(config):
+        raise UserError(f"{path}: is a model's folder, not a drafter's: name an exported drafter, a checkpoint or a run")
     if is_speculators(config):
         config = to_published(config, where=str(config_path))
     shape = from_config(config, where=str(config_path))
@@ -88,7 +92,19 @@ def scale_of_embedding(target: str) -> float:
 def is_drafter(folder: Path) -> bool:
     """Whether a folder's config describes a drafter, of any of the formats, right or wrong, or some other model."""
     config = read_json(folder / CONFIG_NAME, what="the drafter's config")
-    return isinstance(config, dict) and ("dflash_config" in config or is_speculators(config))
+    return isinstance(config, dict) and _is_drafters(config)
+
+
+def _is_drafters(config: dict[str, Any]) -> bool:
+    return "dflash_config" in config or is_speculators(config) or config.get("architectures") in (None, [ARCHITECTURE])
+
+
+def warn_of_other_target(path: Path, target: str) -> None:
+    """Say so where the drafter at `path` is known to have been trained for another target: it fits in size and guesses badly."""
+    trained_for = read_target_digest(path)
+    if trained_for is not None and trained_for != target_digest(target):
+        say(f"WARNING: {path} was trained for another target than {target} is now (config, weights, or hub id and folder): the "
+            "text stays the target's own, but fewer guesses are accepted")
 
 
 def find_drafter(path: Path) -> Path:
