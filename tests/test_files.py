@@ -287,3 +287,15 @@ def test_a_file_system_without_locks_is_said_and_written(
     with only_writer(tmp_path / "run"):
         pass
     assert f"{tmp_path / 'run'}: its file system has no locks" in capsys.readouterr().err
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
+    pipe, heard = tmp_path / "pipe.json", list[str]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: heard.append(pipe.read_text()), daemon=True)
+    reader.start()
+    files.check_out_file(pipe, "--out", endings=(".json",))
+    write_json(pipe, {"a": 1})
+    reader.join(timeout=20)
+    assert heard == ['{\n  "a": 1\n}\n']
+    assert stat.S_ISFIFO(pipe.stat().st_mode)

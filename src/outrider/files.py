@@ -205,7 +205,15 @@ def _exchange(new: Path, old: Path) -> None:
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` on a temporary path beside `path`, fsync what it wrote, and rename it to `path`."""
+    """Call `write` on a temporary path beside `path`, fsync what it wrote, and rename it to `path`.
+
+    What takes bytes but is no file (a pipe, /dev/stdout) is written to instead: a rename would put a file in its place.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        with explain_os_errors(path), tempfile.TemporaryDirectory() as folder:
+            write(Path(folder) / path.name)
+            path.write_bytes((Path(folder) / path.name).read_bytes())
+        return
     with explain_os_errors(path):
         make_folder(path.parent)
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
@@ -234,6 +242,8 @@ def check_out_file(path: Path, option: str, *, endings: Sequence[str] = ()) -> N
     with explain_os_errors(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if path.exists() and not path.is_file():
+            return  # a pipe or a device takes bytes, and nothing is made beside it
         with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", suffix=".partial", dir=path.parent):
             pass
 

@@ -208,7 +208,7 @@ def test_a_disk_that_fills_up_is_one_sentence_and_what_was_written_stays(prompts
 
 
 def test_a_folder_that_cannot_be_written(prompts, toy, tokenizer):
-    with pytest.raises(UserError, match="a part of this path is a file"):
+    with pytest.raises(UserError, match="a file is in the way of a folder"):
         respond(prompts, answer=toy, tokenizer=tokenizer, out=prompts / "deep" / "a.jsonl", options=OPTIONS)
 
 

@@ -281,8 +281,6 @@ def test_resume_refuses_another_target_under_the_same_name(
     ({"drafter.mask_token_id": 9999}, r"drafter\.mask_token_id = 9999: must lie in"),
     ({"drafter.block_size": 1}, r"drafter\.block_size = 1: must be at least 2"),
     ({"drafter.target_layer_ids": [1, 5]}, r"last layer \(5\) is never used"),
-    ({"train.device": "gpu0"}, r"train\.device = 'gpu0': not a device"),
-    ({"train.device": "meta"}, r"train\.device = 'meta': not supported"),
     ({"train.device": "cuda:99"}, r"train\.device = 'cuda:99': .*\d+ CUDA devices were found"),
     ({"data.rows": "no/such/rows"}, "no/such/rows: there is no folder of prepared rows"),
     ({"target.path": "./no/such/target"}, r"target\.path = './no/such/target': no config\.json there"),
