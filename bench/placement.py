@@ -35,6 +35,7 @@ from toys import MASK  # noqa: E402
 from outrider import progress  # noqa: E402
 from outrider.config import RunConfig, parse_run  # noqa: E402
 from outrider.features.capture import FeatureSource  # noqa: E402
+from outrider.features.spread import SpreadCapture  # noqa: E402
 from outrider.planner.simulate import Arrangement, StageTimes, simulate  # noqa: E402
 from outrider.planner.timeline import TRACE_NAME, TraceFile, read_trace  # noqa: E402
 from outrider.report.timeline import draw_trace  # noqa: E402
@@ -49,24 +50,27 @@ CAPTURE_S, LEARN_S = 0.300, 0.200  # of the doubles: a target slower than its dr
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One arrangement: `processes`, capture lanes of each besides its own, micro-batches a step over all."""
+    """One arrangement: `processes`, capture lanes of each besides its own, `each` of them to a target, micro-batches a step over
+    all."""
 
     name: str
     processes: int = 1
     cards: int = 0
     micro_batches: int = 2
     turns: str = "overlapped"
+    each: int = 1
 
     def arrangement(self) -> Arrangement:
-        each = -(-self.micro_batches // self.processes)
-        return Arrangement(self.processes, self.cards, each, self.turns == "one_at_a_time", gpus_per_machine=64, host_learns=True)
+        own = -(-self.micro_batches // self.processes)
+        return Arrangement(self.processes, self.cards, own, self.turns == "one_at_a_time", gpus_per_machine=64, host_learns=True,
+                           shares=(1 / self.each,) * self.each)
 
     def run(self, folder: Path, repeat: int, steps: int) -> RunConfig:
         return parse_run({
             "target": {"path": str(folder / "target"), "dtype": "float32"}, "data": {"rows": str(folder / "rows")},
             "drafter": {"num_layers": 2, "block_size": 4, "mask_token_id": MASK, "target_layer_ids": [1, 2, 4]},
             "layout": {"anchors": 12, "document_floor": 2}, "optimizer": {"learning_rate": 3e-3},
-            "placement": {"capture_cards": self.cards, "turns": self.turns},
+            "placement": {"capture_cards": self.cards, "cards_per_target": self.each, "turns": self.turns},
             "train": {"folder": str(folder / f"{self.name}-{repeat}"), "steps": steps + AFTER, "trace_steps": steps,
                       "precision": "float32", "accumulation": self.micro_batches, "log_every": 10**6},
         }, where="bench")
@@ -77,17 +81,24 @@ CASES = (
     Case("2 processes, targets in turn", processes=2, turns="one_at_a_time"),
     Case("pair, 4 micro-batches", cards=1, micro_batches=4), Case("2 pairs", processes=2, cards=1),
     Case("2 pairs, targets in turn", processes=2, cards=1, turns="one_at_a_time"),
+    Case("a target over 2 cards", cards=2, each=2), Case("2 targets over 2 cards each", cards=4, each=2),
 )
 
 
 def use_doubles() -> None:
     """From here on, in this process, capture and learning take at least the doubles' times."""
-    features, terms = FeatureSource.features, step.drafter_terms
+    features, run_share, terms = FeatureSource.features, SpreadCapture.run, step.drafter_terms
 
     def slow_features(self: FeatureSource, *given: Any) -> Any:
         began = time.perf_counter()
         found = features(self, *given)
         time.sleep(max(0.0, CAPTURE_S - (time.perf_counter() - began)))
+        return found
+
+    def slow_share(self: SpreadCapture, *given: Any) -> Any:
+        began = time.perf_counter()
+        found = run_share(self, *given)
+        time.sleep(max(0.0, CAPTURE_S / len(self.shares) - (time.perf_counter() - began)))
         return found
 
     def slow_terms(*given: Any, **named: Any) -> Any:
@@ -97,6 +108,7 @@ def use_doubles() -> None:
         return found
 
     FeatureSource.features, step.drafter_terms = slow_features, slow_terms  # type: ignore[method-assign]
+    SpreadCapture.run = slow_share  # type: ignore[method-assign]
 
 
 def work(run: RunConfig, doubles: bool) -> None:
@@ -126,12 +138,12 @@ def same_bits(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def measure(folder: Path, *, steps: int, repeat: int, doubles: bool) -> Iterator[list[dict[str, Any]]]:
+def measure(folder: Path, cases: Sequence[Case], *, steps: int, repeat: int, doubles: bool) -> Iterator[list[dict[str, Any]]]:
     """Every case, `repeat` times; predicted from the colocated run of the same round. Gives what is known after each round."""
-    found: dict[str, list[dict[str, Any]]] = {case.name: [] for case in CASES}
+    found: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
     for number in range(repeat):
         times: StageTimes | None = None
-        for case in CASES:
+        for case in cases:
             trace = traced(case, folder, number, steps, doubles)
             times = times or stage_times(trace)
             predicted = simulate(times, case.arrangement())
@@ -143,7 +155,7 @@ def measure(folder: Path, *, steps: int, repeat: int, doubles: bool) -> Iterator
                 (HERE / "results" / name).write_text(draw_trace(trace) + "\n")
             print(f"round {number}: {case.name:32} predicted {predicted.step_ms:7.1f} measured {trace.step_ms():7.1f} ms, "
                   f"from its own stages {own.step_ms:7.1f}", file=sys.stderr, flush=True)
-        yield [summary(case, found[case.name]) for case in CASES]
+        yield [summary(case, found[case.name]) for case in cases]
 
 
 def summary(case: Case, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -159,18 +171,20 @@ def summary(case: Case, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real", action="store_true", help="no doubles: the cores do all the work")
+    parser.add_argument("--only", nargs="+", default=[case.name for case in CASES], help="these cases, the colocated one first")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_data(folder)
-        for rows in measure(folder, steps=args.steps, repeat=args.repeat, doubles=not args.real):
-            same = {case.name: same_bits(folder / "colocated-0", folder / f"{case.name}-0") for case in CASES
+        cases = [case for case in CASES if case.name in args.only]
+        for rows in measure(folder, cases, steps=args.steps, repeat=args.repeat, doubles=not args.real):
+            same = {case.name: same_bits(folder / "colocated-0", folder / f"{case.name}-0") for case in cases
                     if case.processes == 1 and case.micro_batches == 2}
             result = {"bench": "placement", "doubles": not args.real, "cores": os.cpu_count(), "load": os.getloadavg()[1],
                       "torch": torch.__version__, "steps": args.steps, "rows": rows, "same_bits_as_colocated": same}
-            name = "placement_real.json" if args.real else "placement.json"
+            name = "placement_real.json" if args.real else "placement.json" if cases == list(CASES) else "placement_only.json"
             (HERE / "results" / name).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: value for key, value in result.items() if key != "rows"}
                      | {"worst_error": max(abs(row["error_median"]) for row in rows)}))

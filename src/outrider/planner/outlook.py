@@ -12,6 +12,7 @@ from outrider.planner.measured import Measured
 from outrider.planner.plan import PLACEMENTS, placement_name, plan_of, shared_out
 from outrider.planner.simulate import Arrangement, Simulated, StageTimes, arrangements_of, simulate
 from outrider.planner.speed import LINK_SHARE, parts, sum_ms
+from outrider.planner.spread import cards_each, spread_over, time_shares
 from outrider.planner.timeline import within
 from outrider.progress import ProgressBar
 
@@ -62,7 +63,7 @@ def look_ahead(case: Case, gpus: int) -> dict[str, Any]:
 def _asked(case: Case, gpus: int) -> list[tuple[int, int]]:
     """Processes and capture cards of each, for every arrangement of so many cards that is asked for."""
     return [(processes, cards) for processes, cards in arrangements_of(gpus)
-            if case.placement in (None, PLACEMENTS[min(cards, 2)])]
+            if case.placement in (None, PLACEMENTS[min(cards, 2)]) or (case.placement == "spread" and cards > 1)]
 
 
 def _arranged(case: Case, asked: Sequence[tuple[int, int]], bar: ProgressBar) -> list[tuple[dict[str, Any], Simulated]]:
@@ -70,9 +71,14 @@ def _arranged(case: Case, asked: Sequence[tuple[int, int]], bar: ProgressBar) ->
     job, settings, found = case.job, case.settings, []
     for processes, cards in asked:
         needed, placed = shared_out(job, processes, sharded=settings.sharding == "fsdp2" and processes > 1)
-        placed = replace(placed, prefetch=cards > 0)
-        plan = plan_of(placement_name(processes, cards, placed.sharded), placed, case.gpu, cards, needed)
-        arrangement = Arrangement(processes, cards, placed.micro_batches, settings.turns == "one_at_a_time", case.per_machine)
+        placed, usable = replace(placed, prefetch=cards > 0), case.gpu.usable_bytes
+        each = cards_each(placed, cards, usable)
+        if each > 1:
+            placed, needed = spread_over(placed, each, usable), {**needed, "placement.cards_per_target": each}
+        name = placement_name(processes, cards, placed.sharded, each=each)
+        plan = plan_of(name, placed, case.gpu, cards // each, needed)
+        arrangement = Arrangement(processes, cards, placed.micro_batches, settings.turns == "one_at_a_time", case.per_machine,
+                                  shares=time_shares(placed))
         times = stage_times(placed, case.gpu, case.measured, cards)
         simulated = simulate(times, arrangement)
         per_s = 1e3 * placed.accumulation / simulated.step_ms
@@ -88,12 +94,16 @@ def _arranged(case: Case, asked: Sequence[tuple[int, int]], bar: ProgressBar) ->
 
 
 def stage_times(job: Job, gpu: Gpu, measured: Measured | None, cards: int) -> StageTimes:
-    """What was measured, and the plan's own times for the rest. One target and one drafter have nothing to sum or copy."""
+    """What was measured, and the plan's own times for the rest. One target and one drafter have nothing to sum or copy, and one
+    on one card nothing to hand on."""
     planned = parts(job, gpu)
-    feature_bytes = 2 * job.context * len(job.drafter.target_layer_ids) * job.drafter.hidden_size
+    hidden_bytes = 2 * job.context * job.drafter.hidden_size
+    feature_bytes = len(job.drafter.target_layer_ids) * hidden_bytes
     times = {"capture": planned.capture, "learn": planned.learn, "update": planned.update, "sum": sum_ms(job, gpu),
+             "cross": 1e3 * hidden_bytes / (gpu.link * LINK_SHARE),
              "copy": 1e3 * feature_bytes / (gpu.link * LINK_SHARE), **(measured.stages if measured else {})}
-    return StageTimes(**{**times, "sum": times["sum"] if job.replicas > 1 else 0.0, "copy": times["copy"] if cards else 0.0})
+    return StageTimes(**{**times, "sum": times["sum"] if job.replicas > 1 else 0.0, "copy": times["copy"] if cards else 0.0,
+                         "cross": times["cross"] if job.cuts else 0.0})
 
 
 def _drawn(simulated: Simulated) -> Iterator[Any]:

@@ -116,14 +116,19 @@ def _spread(job: Job, gpus: Sequence[Gpu], *, always: bool) -> Iterator[Plan]:
     each = next((cards for cards in tried if goes_onto(job, cards, usable)), tried[-1] if tried else None)
     if each is not None:
         targets = (len(gpus) - 1) // each
-        name = f"1 target over {each} cards feeds" if targets == 1 else f"{targets} targets over {each} cards each feed"
-        yield plan_of(f"{name} 1 drafter card", spread_over(job, each, usable), gpus[0], targets, {
+        name = placement_name(1, targets * each, False, each=each)
+        yield plan_of(name, spread_over(job, each, usable), gpus[0], targets, {
             "placement.capture_cards": targets * each, "placement.cards_per_target": each})
 
 
-def placement_name(replicas: int, cards: int, sharded: bool, *, served: bool = False) -> str:
-    """What a person calls `replicas` learners with `cards` for capture each, or features from a server."""
-    if cards > 1:
+def placement_name(replicas: int, cards: int, sharded: bool, *, served: bool = False, each: int = 1) -> str:
+    """What a person calls `replicas` learners with `cards` for capture each, `each` of them to a target, or features from a
+    server."""
+    if each > 1:
+        targets = cards // each
+        feed = f"1 target over {each} cards feeds" if targets == 1 else f"{targets} targets over {each} cards each feed"
+        name = f"{f'{replicas} x ' if replicas > 1 else ''}{feed} 1 drafter card"
+    elif cards > 1:
         name = f"{f'{replicas} x ' if replicas > 1 else ''}{cards} target cards feed 1 drafter card"
     elif cards:
         name = f"{replicas} pair{'s' if replicas > 1 else ''}: target card, drafter card"

@@ -123,6 +123,7 @@ def group_of(name: str) -> str:
     for start, group in (
         ("target forward", "target's forward"), ("target", "target's weights"), ("drafter", "drafter's weights"),
         ("optimizer", "optimizer"), ("gradients", "gradients"), ("gradient not", "gradients"), ("features", "features"),
+        ("hidden states that", "features"),
         ("attention: score", "score matrices"), ("logits", "logits"), ("loss", "loss"), ("cuBLAS", "libraries"),
         ("CUDA", "libraries"), ("NCCL", "libraries"), ("gaps", "gaps"), ("check", "acceptance check"),
     ):

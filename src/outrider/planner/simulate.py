@@ -20,9 +20,9 @@ ROUNDS = 100  # of the capture cards, after which it does not matter in the midd
 class StageTimes:
     """Milliseconds of the parts of one micro-batch, each on the card it runs on.
 
-    `capture`: the target's forward. `copy`: features to the learning card (0 when colocated). `learn`: forward and backward of
-    the drafter. `sum`: gradients over the processes, once a step. `update`: clipping, optimizer and what the host does between
-    two steps, once a step.
+    `capture`: the target's forward, all its shares. `cross`: a hidden state to the next share's card. `copy`: features to the
+    learning card (0 when colocated). `learn`: forward and backward of the drafter. `sum`: gradients over the processes, once
+    a step. `update`: clipping, optimizer and what the host does between two steps, once a step.
     """
 
     capture: float
@@ -30,6 +30,7 @@ class StageTimes:
     learn: float
     sum: float
     update: float
+    cross: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Arrangement:
     """`processes` drafter replicas, each with `capture_cards` besides its own (0: colocated); `micro_batches` a step in each.
 
     `one_at_a_time`: never two targets at once on a machine of `gpus_per_machine` cards. `host_learns`: the devices are played by
-    threads, learning is the host's own work, and two rows instead of one are ahead in each capture lane.
+    threads, learning is the host's own work, and two rows instead of one are ahead in each capture lane. `shares`: of a target
+    that is spread, the part of its time on each of its cards.
     """
 
     processes: int
@@ -46,6 +48,12 @@ class Arrangement:
     one_at_a_time: bool
     gpus_per_machine: int
     host_learns: bool = False
+    shares: tuple[float, ...] = (1.0,)
+
+    @property
+    def targets(self) -> int:
+        """Of each process, on cards of their own."""
+        return self.capture_cards // len(self.shares)
 
     @property
     def ahead(self) -> int:
@@ -76,9 +84,7 @@ class _Process:
     copied: list[float] = field(default_factory=list)  # by row: when its features are on the learning card
     captured: list[float] = field(default_factory=list)
     released: list[float] = field(default_factory=list)  # by row: when learning has read its features
-
-    def lane(self, row: int) -> str:
-        return f"{self.number} capture {row % self.cards}" if self.cards else f"{self.number} learn"
+    lanes: dict[str, float] = field(default_factory=dict)  # of the capture cards: when each is free
 
 
 def simulate(times: StageTimes, arrangement: Arrangement) -> Simulated:
@@ -142,19 +148,33 @@ def _micro_batch(
 def _capture(
     process: _Process, row: int, times: StageTimes, arrangement: Arrangement, turn_free: dict[int, float], spans: list[Span]
 ) -> None:
-    lane, cards = process.lane(row), arrangement.capture_cards
-    free = process.learn_free
-    if cards:
-        last = row - cards  # the lane's own, whose buffer is free once it has been copied
-        free = max(process.captured[last:last + 1] + process.copied[last:last + 1]) if last >= 0 else 0.0
-    begin = max(process.host, free)
-    if arrangement.one_at_a_time:  # the host waits for its turn, and in it
-        begin = max(begin, turn_free.get(process.machine, 0.0))
-        turn_free[process.machine] = process.host = begin + times.capture
-    spans.append(Span(lane, "capture", begin, begin + times.capture))
-    process.captured.append(begin + times.capture)
-    if not cards:
-        process.learn_free = begin + times.capture
+    begin = max(process.host, 0.0 if process.cards else process.learn_free)
+    read = row - arrangement.ahead  # the row whose buffers it takes over, once they have been copied
+    if process.cards and 0 <= read < len(process.copied):
+        begin = max(begin, process.copied[read])
+    turn = turn_free.get(process.machine, 0.0) if arrangement.one_at_a_time else 0.0  # the host waits for its turn, and in it
+    end = max(begin, turn)
+    for number, share in enumerate(arrangement.shares):
+        lane = _capture_lane(process, row, number, arrangement)
+        if number and times.cross:
+            spans.append(Span(f"{process.number} cross {row % arrangement.targets}.{number}", "cross", end, end + times.cross))
+            end += times.cross
+        start = max(end, process.lanes.get(lane, 0.0))
+        end = process.lanes[lane] = start + share * times.capture
+        spans.append(Span(lane, "capture", start, end))
+    if arrangement.one_at_a_time:
+        turn_free[process.machine] = process.host = end
+    process.captured.append(end)
+    if not process.cards:
+        process.learn_free = end
+
+
+def _capture_lane(process: _Process, row: int, share: int, arrangement: Arrangement) -> str:
+    """As train/chains.py names them."""
+    if not process.cards:
+        return f"{process.number} learn"
+    number = f"{row % arrangement.targets}.{share}" if len(arrangement.shares) > 1 else str(row % arrangement.targets)
+    return f"{process.number} capture {number}"
 
 
 def _bring(process: _Process, row: int, times: StageTimes, spans: list[Span]) -> None:

@@ -11,20 +11,20 @@ from itertools import accumulate
 from outrider.errors import UserError
 from outrider.planner.job import Job
 from outrider.planner.ledger import capturers
-from outrider.planner.lines import BYTES
+from outrider.planner.target_lines import weight_lines
 
 MOST_CARDS = 8  # tried for one target: those of a machine
 
 
 @lru_cache(maxsize=256)
-def evenly(costs: tuple[float, ...], cards: int, first: float) -> tuple[int, ...]:
-    """Where to cut layers of these costs into so many ranges, none empty, that the largest sum is least; the first range carries
-    `first` besides. Gives the first layer of each but the first. Raises UserError where there are fewer layers than cards."""
+def evenly(costs: tuple[float, ...], cards: int) -> tuple[int, ...]:
+    """Where to cut layers of these costs into so many ranges, none empty, that the largest sum is least: the first layer of each
+    range but the first. Raises UserError where there are fewer layers than cards."""
     if cards > len(costs):
         raise UserError(f"placement.cards_per_target = {cards}: the target has {len(costs)} layers to share out: use fewer cards")
     sums = [0.0, *accumulate(costs)]
     count = len(costs)
-    best = [[first + sums[end] for end in range(count + 1)]]  # [range number][end]: the largest sum up to here
+    best = [sums]  # [range number][end]: the largest sum up to here
     cuts: list[list[int]] = []
     for n in range(1, cards):
         choices = [min(((max(best[-1][cut], sums[end] - sums[cut]), cut) for cut in range(n, end)), default=(float("inf"), 0))
@@ -42,11 +42,10 @@ def spread_over(job: Job, cards: int, usable_bytes: int | None) -> Job:
     """The job with its target on so many cards of `usable_bytes` (None: whatever it takes). Raises UserError."""
     if cards == 1:
         return replace(job, cuts=())
-    by_time = replace(job, cuts=evenly(_times(job), cards, 0.0))
+    by_time = replace(job, cuts=evenly(_times(job), cards))
     if usable_bytes is None or all(ledger.device_used_bytes <= usable_bytes for ledger in capturers(by_time)):
         return by_time
-    embedding = job.target.vocab_size * job.target.hidden_size * BYTES[job.target_dtype]
-    return replace(job, cuts=evenly(_bytes(job), cards, float(embedding)))
+    return replace(job, cuts=evenly(_bytes(job), cards))
 
 
 def time_shares(job: Job) -> tuple[float, ...]:
@@ -63,6 +62,12 @@ def goes_onto(job: Job, cards: int, usable_bytes: int) -> bool:
     return all(ledger.device_used_bytes <= usable_bytes for ledger in capturers(spread_over(job, cards, usable_bytes)))
 
 
+def cards_each(job: Job, cards: int, usable_bytes: int) -> int:
+    """Over how many of `cards` each target is spread: the fewest that hold it, all of them where none do, and 1 of one."""
+    even = [each for each in range(1, cards) if cards % each == 0]
+    return next((each for each in even if goes_onto(job, each, usable_bytes)), min(max(cards, 1), job.loaded))
+
+
 def _times(job: Job) -> tuple[float, ...]:
     """Operations of each layer that stands on a card; those after the last captured one do not run."""
     one = [replace(job.target, layers=(layer,)).forward_flops(layers=1, tokens=job.context, mean_context=job.row_length / 2)
@@ -71,6 +76,5 @@ def _times(job: Job) -> tuple[float, ...]:
 
 
 def _bytes(job: Job) -> tuple[float, ...]:
-    size = BYTES[job.target_dtype]
-    layers = job.target.layers[: job.loaded]
-    return tuple(float(layer.matrices * (1 if job.fp8 else size) + layer.other * size) for layer in layers)
+    """Of each layer's weights, the embedding with the first."""
+    return tuple(float(sum(line.bytes for line in weight_lines(job, range(i, i + 1)))) for i in range(job.loaded))

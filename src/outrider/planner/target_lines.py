@@ -13,7 +13,7 @@ CHECK_CONTEXT = 2048  # tokens of a held-out prompt and its answer, assumed for 
 def capture_lines(job: Job, layers: range, *, colocated: bool) -> list[Line]:
     """The target's lines on a device that captures with these layers: with the first of them comes the embedding, and from any
     but the last one's device hidden states go on to the next."""
-    lines = [*_weights(job, layers), *_forward(job, layers)]
+    lines = [*weight_lines(job, layers), *_forward(job, layers)]
     if not colocated:
         lines += _on_their_way(job, layers)
     return lines + (list(_check(job, layers)) if job.whole_target else [])
@@ -25,7 +25,8 @@ def ends_and_features(job: Job, *, colocated: bool) -> list[Line]:
     return [*_ends(job, colocated=colocated), *_features(job)]
 
 
-def _weights(job: Job, within: range) -> Iterator[Line]:
+def weight_lines(job: Job, within: range) -> Iterator[Line]:
+    """These layers' weights, the embedding with the first."""
     layers = job.target.layers[within.start : within.stop]
     matrices, other = sum(x.matrices for x in layers), sum(x.other for x in layers)
     embedding = {"V": job.target.vocab_size, "D": job.target.hidden_size}

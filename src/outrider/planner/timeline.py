@@ -12,7 +12,7 @@ from outrider.files import read_json, write_atomic
 from outrider.records import Span
 
 TRACE_NAME = "trace.json"
-STAGES = ("capture", "copy", "learn", "sum", "update")  # the labels of work, in the order in which a row meets them
+STAGES = ("capture", "cross", "copy", "learn", "sum", "update")  # the labels of work, in the order in which a row meets them
 
 
 COUNTS = ("steps", "processes", "micro_batches")
@@ -44,17 +44,20 @@ class TraceFile:
         return (ended - began) / count
 
     def stages(self) -> dict[str, float]:
-        """Median ms of each kind of work in the steady half; kinds that did not occur are absent. Of a sum, the shortest of the
-        processes' times: the others wait in it for the last to come."""
+        """Median ms of each kind of work in the steady half; kinds that did not occur are absent. A capture by shares is the
+        sum of theirs. Of a sum, the shortest of the processes' times: the others wait in it for the last to come."""
         began, ended = self.steady()
-        found: dict[str, list[float]] = {}
+        found: dict[tuple[str, str], list[float]] = {}
         sums: dict[str, list[float]] = {}
         for span in self.spans:
             if span.begin >= began and span.end <= ended:
-                kept = sums.setdefault(span.lane, []) if span.label == "sum" else found.setdefault(span.label, [])
+                share = span.lane.rpartition(".")[2] if span.label == "capture" and "." in span.lane else ""
+                kept = sums.setdefault(span.lane, []) if span.label == "sum" else found.setdefault((span.label, share), [])
                 kept.append(span.end - span.begin)
-        found["sum"] = [min(step) for step in zip(*sums.values(), strict=False)]
-        return {label: statistics.median(found[label]) for label in STAGES if found.get(label)}
+        found["sum", ""] = [min(step) for step in zip(*sums.values(), strict=False)]
+        medians = {key: statistics.median(times) for key, times in found.items() if times}
+        totals = {label: sum(ms for (of, _), ms in medians.items() if of == label) for label in STAGES}
+        return {label: ms for label, ms in totals.items() if any(of == label for of, _ in medians)}
 
     def waits(self) -> dict[str, float]:
         """Share of the steady half in which each side stands idle."""

@@ -112,7 +112,7 @@ def stretches_of(
         job = replace(job_from(resolved.config, resolved.shape, row_length=row_length, suppositions=()), prefetch=True)
     except UserError:
         count = resolved.shape.num_target_layers if whole else resolved.shape.target_layer_ids[-1] + 1
-        ranges = tuple(range(a, b) for a, b in pairwise((0, *evenly((1.0,) * count, len(devices), 0.0), count)))
+        ranges = tuple(range(a, b) for a, b in pairwise((0, *evenly((1.0,) * count, len(devices)), count)))
     else:
         ranges = spread_over(replace(job, whole_target=whole), len(devices), min(allowed, default=None)).capture_ranges
     told = ", ".join(f"{layers[0]} to {layers[-1]} on {device}" for device, layers in zip(devices, ranges, strict=True))
