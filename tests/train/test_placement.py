@@ -1,5 +1,8 @@
 """Where the target runs changes when features come, never what is learned; failures name their rows and lane."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -279,3 +282,11 @@ def test_a_share_that_fails_or_stalls_is_named(toy_folder: ToyFolder) -> None:
                        r"then copy$"):
         drive(slowed(spread_relay(toy_folder("llama"), (2,), targets=1, trace=None), stall), numbered_rows(8), learn_s=0.0)
     assert time.monotonic() - began < 3.5
+
+
+def test_stuck_work_keeps_no_process_alive() -> None:
+    """A process that gave up a capture ends, though the capture never does."""
+    code = ("import time, torch; from outrider.train.lanes import ThreadLane; "
+            "ThreadLane('capture 0', torch.device('cpu'), None).launch('capture', lambda: time.sleep(600), [])")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0

@@ -5,10 +5,13 @@ runs in order, lanes run side by side, and only what is named in `after` is wait
 """
 
 import contextlib
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -196,13 +199,18 @@ class StreamLane:
 
 
 class ThreadLane:
-    """A thread: what a stream is to a GPU. Two rows ahead: when the caller comes to ask, it has learned the present one."""
+    """A thread: what a stream is to a GPU. Two rows ahead: when the caller comes to ask, it has learned the present one.
+
+    A daemon, unlike an executor's: work that is stuck must not keep a process alive that has given it up.
+    """
 
     ahead = 2
 
     def __init__(self, name: str, device: torch.device, trace: Trace | None) -> None:
         self.name, self.device, self.trace = name, device, trace
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._queue: SimpleQueue[tuple[Future[Tensor], Work] | None] = SimpleQueue()
+        threading.Thread(target=_work_off, args=(self._queue,), name=name, daemon=True).start()
+        weakref.finalize(self, self._queue.put, None)
 
     def launch(self, label: str, work: Work, after: Sequence[Job]) -> Job:
         def run() -> Tensor:
@@ -214,7 +222,20 @@ class ThreadLane:
                 self.trace.end(self.name, label, begin)
             return result
 
-        return ThreadJob(self._thread.submit(run))
+        future: Future[Tensor] = Future()
+        self._queue.put((future, run))
+        return ThreadJob(future)
+
+
+def _work_off(queue: "SimpleQueue[tuple[Future[Tensor], Work] | None]") -> None:
+    """Run what comes, in order, until None does."""
+    while (item := queue.get()) is not None:
+        future, work = item
+        try:
+            future.set_result(work())
+        except BaseException as error:  # whoever waits for it gets it
+            future.set_exception(error)
+        del item, future, work  # or the last features would stay until the next work comes
 
 
 class OwnLane:
