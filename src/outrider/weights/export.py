@@ -88,7 +88,8 @@ def check_formats(formats: Collection[str]) -> None:
     """Raises UserError for an unknown format, none, or two that need a config.json each."""
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown or not formats:
-        raise UserError(f"--format {','.join(formats)}: must be of {', '.join(FORMATS)}, separated by commas")
+        raise UserError(f"--format {','.join(formats)}: must be of {', '.join(FORMATS)}, separated by commas; "
+                        "vLLM, SGLang and DFlash's own package read hf, llama.cpp reads gguf")
     if {"hf", "speculators"} <= set(formats):
         raise UserError("--format hf,speculators: both write a config.json: export them to two folders")
 
