@@ -40,12 +40,14 @@ def make_data(folder: Path) -> None:
     prepare([folder / "chats.jsonl"], tokenizer=toy_tokenizer(), out=folder / "rows", options=options)
 
 
-def toy_run(folder: Path, name: str) -> RunConfig:
+def toy_run(folder: Path, name: str, *, processes: int = 1) -> RunConfig:
+    """Of several processes each has its own share of a step, of the masters and of the moments."""
     return parse_run({
         "target": {"path": str(folder / "target"), "dtype": "float32"}, "data": {"rows": str(folder / "rows")},
         "drafter": {"num_layers": 2, "block_size": 4, "mask_token_id": MASK, "target_layer_ids": [1, 2, 4]},
         "layout": {"anchors": 12, "document_floor": 2}, "optimizer": {"learning_rate": 3e-3},
-        "train": {"folder": str(folder / name), "steps": 24, "rows_per_batch": 2}, "checkpoint": {"every": 2},
+        "train": {"folder": str(folder / name), "steps": 24, "rows_per_batch": 2, "accumulation": processes},
+        "checkpoint": {"every": 2}, "placement": {"sharding": "fsdp2" if processes > 1 else "ddp"},
     }, where="bench")
 
 
@@ -71,6 +73,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--kills", type=int, default=200)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--processes", type=int, default=1, help="that share masters and moments out, and sum over gloo")
     options.add_argument("--folder", type=Path, help="where the runs go; by default a folder that is removed")
     options.add_argument("--no-result", action="store_true", help="leave bench/results alone")
     chosen = options.parse_args()
@@ -78,12 +81,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = chosen.folder or Path(temporary)
         make_data(folder)
-        tally = crash_series(lambda name: toy_run(folder, name), kills=chosen.kills, seed=chosen.seed,
+        tally = crash_series(lambda name: toy_run(folder, name, processes=chosen.processes), kills=chosen.kills,
+                             seed=chosen.seed, processes=chosen.processes,
                              say=lambda line: print(line, file=sys.stderr, flush=True))
     if not chosen.no_result:
-        command = f"python bench/endure.py --kills {chosen.kills} --seed {chosen.seed}"
+        command = f"python bench/endure.py --kills {chosen.kills} --seed {chosen.seed} --processes {chosen.processes}"
         write_result(tally, seconds=time.monotonic() - began, command=command)
-    print(json.dumps({key: value for key, value in asdict(tally).items() if key != "at_step"}))
+    steps = sorted(tally.at_step)
+    counts = {key: value for key, value in asdict(tally).items() if key != "at_step"}
+    print(json.dumps({**counts, "newest_checkpoint_after_a_kill": [steps[0], steps[len(steps) // 2], steps[-1]]}))
     sys.exit(bool(tally.different_runs or tally.damaged_checkpoints))
 
 

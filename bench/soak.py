@@ -7,6 +7,9 @@ average, and goes on from its newest checkpoint; `control` is left alone. A call
 on any machine: at its end `killed` is killed once more, `control` saves and stops. Compared are the files of every checkpoint
 that both came to, every logged loss, the steps of the same seconds, and memory over the length of each start; the JSON line that
 comes last sums up all calls so far. Ends early, in the same way, when the file --stop appears or SIGTERM comes.
+
+Both run on torch's deterministic algorithms: attention's usual backward on a GPU adds in any order, and two runs there part in
+their last bits though nobody kills either.
 """
 
 import argparse
@@ -63,6 +66,9 @@ def sample():
             time.sleep(1)
 
 threading.Thread(target=sample, daemon=True).start()
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.backends.cuda.enable_mem_efficient_sdp(False)
+torch.backends.cuda.enable_cudnn_sdp(False)
 print(json.dumps(train(load_run(Path(sys.argv[1])), check=None)))
 """
 
@@ -136,7 +142,7 @@ def begin(folder: Path, name: str) -> Start:
     saved = list_checkpoints(folder / name)
     with (folder / f"{name}.said").open("ab") as said:
         child = subprocess.Popen([sys.executable, "-c", CHILD, f"{name}.toml", f"{name}.memory.jsonl"], cwd=folder, stdout=said,
-                                 stderr=said, start_new_session=True)
+                                 stderr=said, start_new_session=True, env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     return Start(name, child, int(saved[-1].name[5:]) if saved else 0, size_of(folder / name / "metrics.jsonl"))
 
 
@@ -179,6 +185,8 @@ class Call:
                     self.kill_at.pop(0)
                     self._kill(runs[KILLED], "kill")
                     runs[KILLED] = begin(self.folder, KILLED)
+                    begun = runs[KILLED].begun  # what it makes again is compared too
+                    self.seen = {(name, step) for name, step in self.seen if name == CONTROL or step <= begun}
                 for name, start in runs.items():
                     if start.child.poll() is not None:
                         self.events.add(call=self.number, t=time.time(), event="ended by itself", run=name,

@@ -3,17 +3,21 @@
 import os
 import random
 import signal
+import socket
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+import tqdm.auto
+from checkpoints import tensors_in
 
 from outrider.config import RunConfig
-from outrider.train.checkpoint import FILES, list_checkpoints, verify_checkpoint
+from outrider.train.checkpoint import list_checkpoints, verify_checkpoint
 from outrider.train.loop import train
 
 
@@ -29,41 +33,58 @@ class Tally:
     damaged_checkpoints: int = 0  # a folder with a checkpoint's name that does not verify
 
 
-def in_child(work: Callable[[], object], *, kill_after_s: float | None) -> int:
-    """Exit code of `work` in a fork of this process; negative for a kill."""
+def forked(work: Callable[[], object], environment: dict[str, str]) -> int:
+    """The number of a fork of this process that does `work` and ends with 0, or with 9 when it raised."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        silence = os.open(os.devnull, os.O_WRONLY)
+        os.environ.update(environment)
+        heard, silence = os.dup(2), os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
+        for bar in (tqdm.std.tqdm, tqdm.auto.tqdm):  # its lock is one of all forks, and a killed one would keep it for ever
+            bar.set_lock(threading.RLock())
         try:
             work()
         except BaseException:
+            os.write(heard, traceback.format_exc().encode())  # of one whose peer was killed too
             os._exit(9)
         os._exit(0)
+    return child
+
+
+def in_children(work: Callable[[], object], count: int, *, kill_after_s: float | None, draw: random.Random) -> list[int]:
+    """Exit codes of `work` in so many forks that train together, by rank; negative for a kill.
+
+    Of several either all are killed at the same moment, as a machine that fails would, or a random one, and the others must find
+    out by themselves.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    places = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {} for rank in range(count)]
+    children = [forked(work, place) for place in places]
     if kill_after_s is not None:
         time.sleep(kill_after_s)
-        os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        for child in children if draw.random() < 0.5 else [draw.choice(children)]:
+            os.kill(child, signal.SIGKILL)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def tensors_of(run: RunConfig) -> dict[str, torch.Tensor]:
-    newest = list_checkpoints(run.train.folder)[-1]
-    return {f"{file}/{name}": tensor for file in FILES if file.endswith(".safetensors")
-            for name, tensor in load_file(newest / file).items()}
+    return tensors_in(list_checkpoints(run.train.folder)[-1])
 
 
-def kill_until_done(run: RunConfig, *, seconds: float, draw: random.Random, tally: Tally, most: int) -> None:
+def kill_until_done(run: RunConfig, count: int, *, seconds: float, draw: random.Random, tally: Tally, most: int) -> None:
     """Start `run` again and again, each start killed within `seconds`, until one ends or there are `most` kills."""
     while tally.kills < most:
-        code = in_child(lambda: train(run, check=None), kill_after_s=draw.uniform(0, seconds))
-        if code == 0:
+        codes = in_children(lambda: train(run, check=None), count, kill_after_s=draw.uniform(0, seconds), draw=draw)
+        if not any(codes):
             return
-        assert code == -signal.SIGKILL, f"the run ended by itself with {code}"
+        assert -signal.SIGKILL in codes, f"the run ended by itself with {codes}"
         tally.kills += 1
         look_at(run.train.folder, tally)
-    assert in_child(lambda: train(run, check=None), kill_after_s=None) == 0
+    assert not any(in_children(lambda: train(run, check=None), count, kill_after_s=None, draw=draw))
 
 
 def look_at(folder: Path, tally: Tally) -> None:
@@ -79,23 +100,27 @@ def look_at(folder: Path, tally: Tally) -> None:
 
 
 def crash_series(
-    make: Callable[[str], RunConfig], *, kills: int, seed: int, say: Callable[[str], object] = lambda line: None
+    make: Callable[[str], RunConfig], *, kills: int, seed: int, processes: int = 1,
+    say: Callable[[str], object] = lambda line: None,
 ) -> Tally:
-    """Kill runs of `make(name)` until `kills` have been, and compare each with the uninterrupted run, bit for bit."""
+    """Kill runs of `make(name)` until `kills` have been, and compare each with the uninterrupted run, bit for bit.
+
+    Each in so many `processes`, which must have micro-batches enough.
+    """
     torch.set_num_threads(1)
     whole, draw, tally = make("whole"), random.Random(seed), Tally()
     began = time.monotonic()
-    assert in_child(lambda: train(whole, check=None), kill_after_s=None) == 0
+    assert not any(in_children(lambda: train(whole, check=None), processes, kill_after_s=None, draw=draw))
     seconds = time.monotonic() - began
     expected, started = tensors_of(whole), time.monotonic()
     while tally.kills < kills:
         run = make(f"run-{tally.runs}")
-        kill_until_done(run, seconds=seconds, draw=draw, tally=tally, most=kills)
+        kill_until_done(run, processes, seconds=seconds, draw=draw, tally=tally, most=kills)
         tally.runs += 1
         found = tensors_of(run)
         same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
         tally.different_runs += not same
-        left = (time.monotonic() - started) / tally.kills * (kills - tally.kills)
+        left = (time.monotonic() - started) / max(tally.kills, 1) * (kills - tally.kills)
         say(f"{tally.kills}/{kills} kills, {tally.runs} runs ended, {tally.different_runs} differ, {left:.0f} s left")
     sys.stdout.flush()
     return tally

@@ -11,8 +11,10 @@ from test_loop import assert_same_run, stop_after
 
 from outrider.config import RunConfig
 from outrider.errors import UserError
+from outrider.files import only_writer
+from outrider.train import folder as folder_module
 from outrider.train.checkpoint import list_checkpoints
-from outrider.train.folder import changes, check_place
+from outrider.train.folder import changes, check_place, versions
 from outrider.train.loop import train
 
 MakeRun = Callable[..., RunConfig]
@@ -122,3 +124,22 @@ def test_a_field_that_an_older_version_did_not_know_had_its_default(make_run: Ma
     assert changes(before, make_run(**{"objective.logits_mib": 5}).model_dump(mode="json")) == ["objective.logits_mib (768 -> 5)"]
     before["train"]["seed"] = 7
     assert changes(before, now) == ["train.seed (7 -> 0)"]
+
+
+def test_a_second_start_at_once_is_refused_through_a_link_too(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    train(run, check=None)
+    (tmp_path / "link").symlink_to(run.train.folder)
+    for way in (run.train.folder, tmp_path / "link"):
+        with only_writer(run.train.folder), pytest.raises(UserError, match=r"run: another process is writing there"):
+            train(make_run(**{"train.folder": str(way)}), check=None)
+
+
+def test_other_versions_of_libraries_are_said(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(make_run(), check=None)
+    monkeypatch.setattr(folder_module, "versions", lambda: {**versions(), "torch": "9.0"})
+    assert train(make_run(), check=None)["steps"] == 10
+    said = f"torch is 9.0, {versions()['torch']} wrote step-00000010: numbers may differ in their last bits"
+    assert said in capfd.readouterr().err

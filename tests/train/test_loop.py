@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from checkpoints import tensors_in
 from toys import EOS, MASK, PAD, toy_tokenizer
 
 from outrider.config import RunConfig, load_run, to_toml
@@ -30,7 +29,6 @@ from outrider.train import feed as feed_module
 from outrider.train import loop as loop_module
 from outrider.train.checkpoint import list_checkpoints, verify_checkpoint
 from outrider.train.loop import train
-from outrider.train.shards import read_shards
 
 MakeRun = Callable[..., RunConfig]
 LETTER = toy_tokenizer()("s")["input_ids"][0]  # as in "assistant"
@@ -46,15 +44,7 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def final_tensors(run: RunConfig) -> dict[str, torch.Tensor]:
-    folder = list_checkpoints(run.train.folder)[-1]
-    files = ["drafter/model.safetensors", "optimizer.safetensors", "rng.safetensors"]
-    shared_out: dict[str, torch.Tensor] = {}
-    if (folder / "optimizer").is_dir():
-        files.remove("optimizer.safetensors")
-        known = HuggingFaceStorageReader(str(folder / "optimizer")).read_metadata().state_dict_metadata
-        shared_out = {name: torch.empty(facts.size) for name, facts in known.items()}  # type: ignore[union-attr]
-        read_shards(folder / "optimizer", shared_out)
-    return {name: tensor for file in files for name, tensor in load_file(folder / file).items()} | shared_out
+    return tensors_in(list_checkpoints(run.train.folder)[-1])
 
 
 def assert_same_run(run: RunConfig, other: RunConfig) -> None:
