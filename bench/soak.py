@@ -263,6 +263,9 @@ def summary(folder: Path) -> dict[str, Any]:
         "control_saved_and_stopped": [event["control_ended"] for event in ends],
         "steps": {name: max((look[name][1] for look in looks), default=0) for name in (KILLED, CONTROL)},
         **same_states(folder), **same_losses(folder), **rates(looks), "memory": memory(folder, looks),
+        "said_not_deterministic": sorted({line.strip()[:200] for name in (KILLED, CONTROL)
+                                          for line in (folder / f"{name}.said").read_text(errors="replace").splitlines()
+                                          if "deterministic" in line}),
     }
 
 
