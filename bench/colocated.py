@@ -35,7 +35,7 @@ from outrider.features.capture import FeatureSource
 from outrider.features.packed import PackedCapture
 from outrider.features.target import Ends
 from outrider.layout.anchors import draw_anchors
-from outrider.layout.blocks import build_blocks, default_gamma
+from outrider.layout.blocks import build_blocks
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter
 from outrider.model.fused_attention import kernels_for
@@ -47,6 +47,7 @@ from outrider.train.meter import Stopwatch
 from outrider.train.optim import build_optimizer
 from outrider.train.placement import Devices, open_relay
 from outrider.train.processes import ALONE
+from outrider.train.resolve import default_gamma
 from outrider.train.roads import DenseRoad, FusedRoad, Road
 from outrider.train.step import Learner, MicroBatch, Supply, run_step
 

@@ -30,15 +30,16 @@ from outrider.config import ObjectiveConfig
 from outrider.features.guards import wake_compilers
 from outrider.layout.anchors import draw_anchors
 from outrider.layout.block_mask import visible_spans
-from outrider.layout.blocks import build_blocks, default_gamma
+from outrider.layout.blocks import build_blocks
 from outrider.model.attention import dense_attention
-from outrider.model.drafter import Drafter, count_parameters
-from outrider.model.flops import StepFlops, count_flops
+from outrider.model.drafter import Drafter
+from outrider.model.flops import StepFlops, count_flops, count_parameters
 from outrider.model.fused_attention import FusedKernels, flex_kernels, span_kernels
 from outrider.objective.frozen_head import frozen_head_loss
 from outrider.records import FULL, DraftBlocks, DrafterShape, FrozenHead, TokenRows
 from outrider.train.masters import WholeMasters
 from outrider.train.processes import ALONE
+from outrider.train.resolve import default_gamma
 from outrider.train.roads import FusedRoad
 
 DEVICE = torch.device("cuda")

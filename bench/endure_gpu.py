@@ -25,7 +25,8 @@ from torch import Tensor  # noqa: E402
 
 from outrider.config import CheckpointConfig, GuardsConfig, OptimizerConfig  # noqa: E402
 from outrider.model.attention import dense_attention  # noqa: E402
-from outrider.model.drafter import Drafter, count_parameters  # noqa: E402
+from outrider.model.drafter import Drafter  # noqa: E402
+from outrider.model.flops import count_parameters  # noqa: E402
 from outrider.model.fused_attention import kernels_for  # noqa: E402
 from outrider.model.published import to_config  # noqa: E402
 from outrider.objective.frozen_head import frozen_head_loss  # noqa: E402

@@ -21,7 +21,8 @@ from drafter_step import DEVICE, born_from_shape, timed
 
 from outrider.config import OptimizerConfig
 from outrider.model.attention import dense_attention
-from outrider.model.drafter import Drafter, count_parameters
+from outrider.model.drafter import Drafter
+from outrider.model.flops import count_parameters
 from outrider.model.fused_drafter import fused_twin
 from outrider.train.optim import build_optimizer, set_rate
 

@@ -26,14 +26,14 @@ from outrider.features.capture import capture
 from outrider.features.facts import read_facts
 from outrider.features.target import Target, load_target, load_tokenizer
 from outrider.layout.anchors import draw_anchors
-from outrider.layout.blocks import build_blocks, default_gamma
+from outrider.layout.blocks import build_blocks
 from outrider.layout.mask import dense_mask
 from outrider.model.attention import dense_attention
 from outrider.model.drafter import Drafter, initialise
 from outrider.objective.frozen_head import frozen_head_loss
 from outrider.records import FULL, DraftBlocks, DrafterShape, Features, TokenRows
 from outrider.train.optim import build_optimizer, learning_rate_at, set_rate
-from outrider.train.resolve import default_layer_ids
+from outrider.train.resolve import default_gamma, default_layer_ids
 
 LOGITS_BYTES = 2**28
 

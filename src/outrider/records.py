@@ -5,24 +5,25 @@ H query heads, G key/value heads, C head dim, Q = A * K queries, N = S + Q keys,
 Knows nothing of files, devices or processes.
 """
 
+from __future__ import annotations  # tensors are named here, and whoever has one has loaded torch: a plan has none
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Self
 
 from outrider.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 PADDING_DOCUMENT = -1
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def _to(record: Any, device: torch.device) -> Any:
-    queued = torch.device(device).type == "cuda"  # to the host it must be waited for: nobody there follows the stream
-    moved = {f.name: getattr(record, f.name).to(device, non_blocking=queued) for f in fields(record)
-             if isinstance(getattr(record, f.name), Tensor)}
-    return replace(record, **moved)
+    queued = str(device).startswith("cuda")  # to the host it must be waited for: nobody there follows the stream
+    return replace(record, **{f.name: getattr(record, f.name).to(device, non_blocking=queued) for f in fields(record)})
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class TokenRows:
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """The rows of all parts, in order."""
+        import torch
+
         return cls(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
 
@@ -98,10 +101,10 @@ class LossTerms:
     run_sum: Tensor
     block_count: Tensor
 
-    def detach(self) -> "LossTerms":
+    def detach(self) -> LossTerms:
         return LossTerms(**{f.name: getattr(self, f.name).detach() for f in fields(self)})
 
-    def __add__(self, other: "LossTerms") -> "LossTerms":
+    def __add__(self, other: LossTerms) -> LossTerms:
         return LossTerms(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
@@ -174,7 +177,7 @@ class FrozenHead:
     def logits(self, hidden_XD: Tensor) -> Tensor:
         """`[..., D]` to `[..., V]` logits in the head's dtype."""
         logits = hidden_XD.to(self.weight_VD.dtype) @ self.weight_VD.T
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
 
 @dataclass(frozen=True)

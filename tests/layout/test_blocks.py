@@ -7,7 +7,7 @@ import torch
 from toys import MASK, rows_of
 
 from outrider.layout.anchors import draw_anchors
-from outrider.layout.blocks import build_blocks, default_gamma, slot_decay
+from outrider.layout.blocks import build_blocks, slot_decay
 from outrider.records import DraftBlocks, TokenRows
 
 K, GAMMA = 4, 4.0
@@ -90,11 +90,6 @@ def test_every_drawn_block_has_something_to_learn() -> None:
     anchors, keep, _ = draw_anchors(rows, per_row=16, document_floor=2, seed=0, epochs_B=[0])
     blocks = build_blocks(rows, anchors, keep, block_size=K, mask_token_id=MASK, gamma=GAMMA)
     assert torch.equal(blocks.weights_BAK[..., 1] > 0, keep)
-
-
-def test_default_gamma() -> None:
-    assert [default_gamma(k) for k in (4, 8, 9, 10, 13, 16, 32)] == [2.0, 4.0, 4.5, 5.0, 6.0, 7.0, 14.0]
-    assert all(default_gamma(k) > 0 for k in range(2, 64))
 
 
 def test_decay_starts_at_one_in_slot_one() -> None:

@@ -10,7 +10,8 @@ from outrider.layout.anchors import draw_anchors
 from outrider.layout.blocks import build_blocks
 from outrider.layout.mask import dense_mask
 from outrider.model.attention import dense_attention
-from outrider.model.drafter import ContextCache, Drafter, RMSNorm, count_parameters, initialise
+from outrider.model.drafter import ContextCache, Drafter, RMSNorm, initialise
+from outrider.model.flops import count_parameters
 from outrider.records import DraftBlocks, DrafterShape, TokenRows
 
 FULL, SLIDING = "full_attention", "sliding_attention"

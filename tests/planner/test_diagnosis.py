@@ -18,8 +18,7 @@ from outrider.planner.doctor.comparison import REST, compare
 from outrider.planner.doctor.diagnosis import Diagnosis, diagnose_log, diagnose_record
 from outrider.planner.doctor.log import read_log
 from outrider.planner.doctor.matching import find_lines, is_size, tensors_of
-from outrider.planner.doctor.readings import Blocks, CardProcess
-from outrider.planner.doctor.record import Moment, Record
+from outrider.planner.doctor.record import Blocks, CardProcess, Moment, Record
 from outrider.planner.gpus import CATALOGUE
 from outrider.planner.job import Job
 from outrider.planner.ledger import colocated, learner

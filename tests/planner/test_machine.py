@@ -26,7 +26,7 @@ from outrider.planner.doctor.machine import (
     target_finding,
     version_findings,
 )
-from outrider.planner.doctor.readings import CardProcess
+from outrider.planner.doctor.record import CardProcess
 from outrider.planner.job import Job
 from outrider.planner.ledger import colocated
 from outrider.show import show_doctor

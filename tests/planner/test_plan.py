@@ -250,17 +250,29 @@ def test_every_card_of_the_catalogue_is_found_by_name(name: str) -> None:
     assert gpu.usable_bytes > 2**34
 
 
-def test_the_command_needs_no_gpu_and_loads_no_model_code() -> None:
-    """From the repository's root, as the example says: 3.1 s on an idle machine. What would make it slow is torch's compiler and
-    transformers' table of models, so these must not be loaded; a clock alone would tell of the company."""
-    asked = ("import sys; sys.argv = ['outrider', 'plan', 'examples/born-from.toml', '--gpus', '" + CARDS + "', '--json']\n"
+def printed_without_torch(*arguments: str) -> str:
+    """What the command prints, from the repository's root. Torch and transformers, seconds of imports, must not be loaded; a
+    clock alone would tell of the company."""
+    asked = (f"import sys; sys.argv = ['outrider', *{list(arguments)}]\n"
              "from outrider.command import main; import outrider.cli, atexit\n"
-             "atexit.register(lambda: print('loaded', *sorted({'torch._dynamo', 'transformers.models.auto.modeling_auto', "
-             "'transformers.modeling_utils'} & set(sys.modules))))\nmain()")
+             "atexit.register(lambda: print('loaded', *sorted({'torch', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules))))"
+             "\nmain()")
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, cwd=BORN_FROM.parents[1],
                           env=dict(os.environ))
-    *_, answer, loaded = done.stdout.splitlines()
+    *said, loaded = done.stdout.splitlines()
     assert loaded == "loaded"
+    return "\n".join(said)
+
+
+def test_help_and_a_log_alone_load_no_torch() -> None:
+    assert "Commands" in printed_without_torch("--help")
+    log = "tests/planner/logs/attention-backward-dense.log"
+    assert json.loads(printed_without_torch("doctor", "--log", log, "--json"))["cause"] == "unfused attention"
+
+
+def test_the_command_needs_no_gpu_and_loads_no_torch() -> None:
+    """As the example says: 3.1 s on an idle machine with torch, a third of it without."""
+    answer = printed_without_torch("plan", "examples/born-from.toml", "--gpus", CARDS, "--json").splitlines()[-1]
     result = json.loads(answer)
     assert result["fits"]
     assert result["gpus"] == {"count": 4, "name": "rtx-pro-6000", "usable_bytes": CATALOGUE["rtx-pro-6000"].usable_bytes}

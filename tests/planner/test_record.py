@@ -16,8 +16,8 @@ from test_ledger import BORN_FROM, born_from  # noqa: F401 - the fixture
 from outrider.cli import doctor
 from outrider.config import load_run
 from outrider.errors import UserError
-from outrider.planner.doctor import readings, record
-from outrider.planner.doctor.record import Moment, Record
+from outrider.planner.doctor import readings, record, recording
+from outrider.planner.doctor.record import Blocks, CardProcess, Moment, Record
 from outrider.planner.job import Job
 from outrider.planner.ledger import learner
 from outrider.show import show_diagnosis
@@ -33,8 +33,8 @@ def made(path: Path, job: Job, **changes: Any) -> Record:
         raise torch.OutOfMemoryError(MESSAGE)
     except RuntimeError as error:
         moment = Moment("backward", 7, True, ((5, 5), (6, 5), (7, 6)))
-        planned = record.Planned(load_run(BORN_FROM).model_dump(mode="json"), job, learner(job))
-        record.write(path, error, moment=moment, planned=planned, held=held, device=torch.device("cpu"))
+        planned = recording.Planned(load_run(BORN_FROM).model_dump(mode="json"), job, learner(job))
+        recording.write(path, error, moment=moment, planned=planned, held=held, device=torch.device("cpu"))
     changed = replace(record.read(path), **changes)
     path.write_text(json.dumps(asdict(changed)), encoding="utf-8")
     return changed
@@ -101,10 +101,10 @@ def whole(born_from: Job, tmp_path: Path) -> dict[str, Any]:  # noqa: F811
     drafter = replace(born_from.drafter, num_layers=1, layer_types=born_from.drafter.layer_types[:1], target_layer_ids=(1,),
                       num_target_layers=4)
     job = replace(born_from, anchors=64, drafter=drafter, target=replace(born_from.target, layers=born_from.target.layers[:4]))
-    counts = dict.fromkeys(readings.STATISTICS, 2**34)
+    counts = dict.fromkeys(record.STATISTICS, 2**34)
     made(tmp_path / "oom.json", job, settings={"train": {"seed": 2**63 - 1}}, lines=learner(job).lines[::4], statistics=counts,
          total_bytes=2**36, allowed_bytes=2**36, free_bytes=2**30,
-         blocks=(readings.Blocks(2**24, 3, ("a.py:1 f",)),), processes=(readings.CardProcess(7, "serve", 2**34),))
+         blocks=(Blocks(2**24, 3, ("a.py:1 f",)),), processes=(CardProcess(7, "serve", 2**34),))
     document: dict[str, Any] = json.loads((tmp_path / "oom.json").read_text(encoding="utf-8"))
     return document
 
@@ -182,10 +182,10 @@ def test_blocks_alike_are_counted_together() -> None:
                     {"state": "active_pending_free", "size": 1}]},
     ])
     assert free == 8192
-    assert groups == (readings.Blocks(1000, 2, ()), readings.Blocks(1000, 1, ("step.py:9 run_step",)))
+    assert groups == (Blocks(1000, 2, ()), Blocks(1000, 1, ("step.py:9 run_step",)))
 
 
 def test_processes_of_one_card() -> None:
     rows = ["GPU-aa, 12, python3, 512", "GPU-bb, 13, python3, 1024", "GPU-aa, 14, serve, with comma, [N/A]"]
     assert readings.parse_processes(rows, uuid="aa") == (
-        readings.CardProcess(12, "python3", 512 * 2**20), readings.CardProcess(14, "serve,with comma", None))
+        CardProcess(12, "python3", 512 * 2**20), CardProcess(14, "serve,with comma", None))

@@ -14,7 +14,7 @@ from toys import toy_shape
 
 from outrider.config import CheckpointConfig, RunConfig
 from outrider.errors import UserError
-from outrider.model.drafter import count_parameters
+from outrider.model.flops import count_parameters
 from outrider.train import host_memory
 from outrider.train import keeper as keeper_module
 from outrider.train.checkpoint import Origin, Position, Snapshot, checkpoint_path, list_checkpoints, verify_checkpoint

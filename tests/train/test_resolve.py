@@ -10,7 +10,7 @@ from toys import MASK, VOCAB
 from outrider.config import RunConfig, load_run, parse_run, to_toml
 from outrider.errors import UserError
 from outrider.features.facts import TargetFacts, read_facts
-from outrider.train.resolve import default_layer_ids, resolve
+from outrider.train.resolve import default_gamma, default_layer_ids, resolve
 
 
 def run_of(**drafter: object) -> RunConfig:
@@ -107,3 +107,8 @@ def test_the_road_follows_the_device_and_is_reported(facts: TargetFacts, device:
     config = run_of(num_layers=2)
     resolved = resolve(config.model_copy(update={"train": config.train.model_copy(update={"device": device})}), facts)
     assert resolved.config.train.attention == resolved.derived["train.attention"] == attention
+
+
+def test_default_gamma() -> None:
+    assert [default_gamma(k) for k in (4, 8, 9, 10, 13, 16, 32)] == [2.0, 4.0, 4.5, 5.0, 6.0, 7.0, 14.0]
+    assert all(default_gamma(k) > 0 for k in range(2, 64))

@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.data.chat import SUPERVISE, ChatFormat, Document, chat_format, document_of, tokenizer_digest
 from outrider.data.conversations import NO_ASSISTANT_TURN, RecordError, check_files, count_records, read_conversations
+from outrider.data.info import DROPPED_FILE, FORMAT, INFO_FILE, ROWS_FILE, read_info
 from outrider.data.mask_token import mask_token_ids
 from outrider.data.packing import build_row, has_anchor, pack
-from outrider.data.rows import DROPPED_FILE, FORMAT, INFO_FILE, ROWS_FILE, as_ranges, check_rows_file, read_info, write_rows_file
+from outrider.data.rows import as_ranges, check_rows_file, write_rows_file
 from outrider.errors import UserError
 from outrider.files import atomic_folder, digest, explain_os_errors, set_aside, sha256_file, write_json
 from outrider.progress import ProgressBar, say

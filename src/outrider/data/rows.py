@@ -15,18 +15,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from outrider.data.info import ROWS_FILE, read_info
 from outrider.data.packing import PackedRow
 from outrider.errors import UserError
-from outrider.files import read_json, sha256_file
+from outrider.files import sha256_file
 from outrider.records import PADDING_DOCUMENT, TokenRows
 
-ROWS_FILE, INFO_FILE, DROPPED_FILE = "rows.parquet", "rows.json", "dropped.jsonl"
-FORMAT = 1
 GROUP_TOKENS = 1 << 18  # tokens decoded together: about 2 ms, 2.4 MB in memory
 GROUPS_KEPT = 16
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("document_ids", pa.list_(pa.int32())),
                     ("loss_mask", pa.list_(pa.bool_()))])
-INFO_KEYS = {"format", "key", "rows_sha256", "num_rows", "row_length", "vocab_size", "tokenizer_digest", "token_ids", "audit"}
 
 
 def write_rows_file(path: Path, rows: Iterable[PackedRow], *, row_length: int) -> None:
@@ -58,17 +56,6 @@ def in_ranges(ranges: str, token_id: int) -> bool:
     """Is `token_id` in a text written by `as_ranges`?"""
     bounds = (part.partition("-") for part in ranges.split(",") if part)
     return any(int(first) <= token_id <= int(last or first) for first, _, last in bounds)
-
-
-def read_info(folder: Path) -> dict[str, Any]:
-    """`rows.json` of a prepared folder. Raises UserError when it is missing, broken or of another format."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: there is no folder of prepared rows: make it with outrider prepare")
-    path = folder / INFO_FILE
-    info = read_json(path, what="the description of the prepared rows")
-    if not isinstance(info, dict) or INFO_KEYS - info.keys() or info["format"] != FORMAT:
-        raise UserError(f"{path}: was not written by this version of outrider prepare: prepare the rows again")
-    return info
 
 
 def check_rows_file(folder: Path, info: dict[str, Any]) -> None:

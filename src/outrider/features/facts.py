@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.configuration_auto import AutoConfig
-
 from outrider.errors import UserError
+from outrider.features.stated import read_stated
 from outrider.features.trust import code_of, unusable
 from outrider.files import check_name, read_json
 
@@ -77,6 +76,11 @@ def facts_of(values: Mapping[str, Any], *, path: str) -> TargetFacts:
 def read_text_config(path: str) -> dict[str, Any]:
     """The text config's values, defaults included. Raises UserError when there is none."""
     check_folder(path)
+    stated = read_stated(Path(path).expanduser())
+    if stated is not None:
+        return stated
+    from transformers.models.auto.configuration_auto import AutoConfig  # with torch, seconds that few configs need
+
     try:
         with _undocumented():
             config = AutoConfig.from_pretrained(path, **code_of(path))

@@ -1,27 +1,11 @@
 """Takes rows and anchors, gives the blocks' inputs, labels and weights; knows nothing of models."""
 
 import math
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from outrider.records import DraftBlocks, TokenRows
-
-GAMMA_BY_BLOCK_SIZE = ((8, 4.0), (10, 5.0), (16, 7.0))  # arXiv 2602.06036
-
-
-def default_gamma(block_size: int) -> float:
-    """Decay length of the slot weights, in slots: 4, 5, 7 for K = 8, 10, 16; linear between, in proportion outside."""
-    (first_k, first), (last_k, last) = GAMMA_BY_BLOCK_SIZE[0], GAMMA_BY_BLOCK_SIZE[-1]
-    if block_size <= first_k:
-        return first * block_size / first_k
-    if block_size >= last_k:
-        return last * block_size / last_k
-    for (k0, g0), (k1, g1) in pairwise(GAMMA_BY_BLOCK_SIZE):
-        if block_size <= k1:
-            return g0 + (g1 - g0) * (block_size - k0) / (k1 - k0)
-    raise AssertionError("block sizes between the first and last entry are covered")
 
 
 def slot_decay(block_size: int, gamma: float, device: torch.device | None = None) -> Tensor:

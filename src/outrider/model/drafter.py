@@ -187,10 +187,3 @@ def initialise(drafter: Drafter, *, seed: int, head_scale: float) -> None:
             parameter.normal_(0.0, scale * parameter.shape[1] ** -0.5, generator=generator)
         else:
             parameter.fill_(1.0 / head_scale if name == "norm.weight" else 1.0)
-
-
-def count_parameters(shape: DrafterShape) -> int:
-    """Trainable parameters of a drafter of this shape."""
-    D, I, C = shape.hidden_size, shape.intermediate_size, shape.head_dim
-    projections = D * C * (2 * shape.num_heads + 2 * shape.num_kv_heads) + 3 * D * I
-    return D * D * len(shape.target_layer_ids) + 2 * D + shape.num_layers * (projections + 2 * D + 2 * C)

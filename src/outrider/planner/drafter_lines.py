@@ -9,8 +9,8 @@ here as its code keeps it; bench/ledger.py holds the bytes against a GPU's.
 from collections.abc import Iterator
 from dataclasses import replace
 
+from outrider.model.flops import PEAK_OVER_SCORES
 from outrider.model.span_tiles import TILES
-from outrider.model.tripwire import PEAK_OVER_SCORES
 from outrider.planner import lines as at
 from outrider.planner.job import Job
 from outrider.planner.lines import Line, line

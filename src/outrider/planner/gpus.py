@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from outrider.errors import UserError
 
 GIB = 2**30
@@ -94,6 +92,8 @@ def found_gpus(*, measured: Gpu | None = None) -> list[Gpu]:
     """The CUDA devices of this machine, each with its own memory; rates are those of the catalogue's card of that name, or of
     `measured` where it has it. Raises UserError for a card that neither knows.
     """
+    import torch  # seconds, which a plan for cards by name does not need
+
     return [_found(torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory, measured)
             for i in range(torch.cuda.device_count())]
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Literal
 
 from outrider.config import DType, RunConfig
-from outrider.model.drafter import count_parameters
+from outrider.model.flops import count_parameters
 from outrider.planner.target_shapes import TargetShape
 from outrider.records import DrafterShape
 

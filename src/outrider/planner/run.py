@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from outrider.config import RunConfig
-from outrider.data.rows import read_info
+from outrider.data.info import read_info
 from outrider.errors import UserError
 from outrider.planner.gpus import Gpu
 from outrider.planner.job import SUPPOSITIONS, Job, job_of

@@ -10,8 +10,7 @@ measured (calibration.py) is taken to reach, of what it keeps up in large produc
 
 from dataclasses import dataclass
 
-from outrider.model.flops import count_flops
-from outrider.model.tripwire import PEAK_OVER_SCORES
+from outrider.model.flops import PEAK_OVER_SCORES, count_flops
 from outrider.planner.gpus import Gpu
 from outrider.planner.job import Job
 

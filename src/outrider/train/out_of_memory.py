@@ -8,8 +8,8 @@ from torch import Tensor
 
 from outrider.errors import RunFailure
 from outrider.model import tripwire
-from outrider.planner.doctor import record
-from outrider.planner.doctor.record import Moment
+from outrider.planner.doctor import recording
+from outrider.planner.doctor.record import PHASES, Moment
 from outrider.train.checkpoint import list_checkpoints
 from outrider.train.meter import Stopwatch
 from outrider.train.optim import MOMENTS, plain_state
@@ -30,7 +30,7 @@ def recorded(run: Run, watch: Stopwatch, *, phase: str | None = None) -> Iterato
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        when = phase or (watch.part if watch.part in record.PHASES else "load")
+        when = phase or (watch.part if watch.part in PHASES else "load")
         where = f"out of memory after step {run.position.step}, in '{when}': {str(error).strip().splitlines()[0]}"
         run.keeper.settle()
         saved = list_checkpoints(run.folder)
@@ -40,8 +40,8 @@ def recorded(run: Run, watch: Stopwatch, *, phase: str | None = None) -> Iterato
         path = run.folder / ("out_of_memory.json" if run.processes.leads else f"out_of_memory-{run.processes.rank}.json")
         fused = isinstance(run.road, FusedRoad) and tripwire.is_installed()
         moment = Moment(when, run.position.step, fused, _by_step(run))
-        planned = record.Planned(run.resolved.config.model_dump(mode="json"), run.forecast.job, run.forecast.ledger)
-        record.write(path, error, moment=moment, planned=planned, held=_held(run), device=run.device)
+        planned = recording.Planned(run.resolved.config.model_dump(mode="json"), run.forecast.job, run.forecast.ledger)
+        recording.write(path, error, moment=moment, planned=planned, held=_held(run), device=run.device)
         raise RunFailure(f"{where}: `outrider doctor --record {path}` says why, and which settings fit{rest}") from error
     if run.device.type == "cuda" and phase is None:
         run.allocated.append(torch.cuda.memory_allocated(run.device))

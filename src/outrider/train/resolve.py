@@ -1,12 +1,14 @@
 """Takes a RunConfig and the target's facts, gives the resolved run, its drafter's shape and what was derived; loads nothing."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from outrider.config import RunConfig
 from outrider.errors import UserError
 from outrider.features.facts import TargetFacts
-from outrider.layout.blocks import default_gamma
 from outrider.records import FULL, DrafterShape, check_block_size
+
+GAMMA_BY_BLOCK_SIZE = ((8, 4.0), (10, 5.0), (16, 7.0))  # arXiv 2602.06036
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,19 @@ def default_layer_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
         raise UserError(f"drafter.num_target_features = {count}: too many for a target of {num_target_layers} layers, the "
                         f"default spread repeats a layer: {lower}give drafter.target_layer_ids")
     return ids
+
+
+def default_gamma(block_size: int) -> float:
+    """Decay length of the slot weights, in slots: 4, 5, 7 for K = 8, 10, 16; linear between, in proportion outside."""
+    (first_k, first), (last_k, last) = GAMMA_BY_BLOCK_SIZE[0], GAMMA_BY_BLOCK_SIZE[-1]
+    if block_size <= first_k:
+        return first * block_size / first_k
+    if block_size >= last_k:
+        return last * block_size / last_k
+    for (k0, g0), (k1, g1) in pairwise(GAMMA_BY_BLOCK_SIZE):
+        if block_size <= k1:
+            return g0 + (g1 - g0) * (block_size - k0) / (k1 - k0)
+    raise AssertionError("block sizes between the first and last entry are covered")
 
 
 def resolve(config: RunConfig, facts: TargetFacts) -> Resolved:

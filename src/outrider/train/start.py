@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from outrider.config import RunConfig, to_toml
+from outrider.data.info import read_info
 from outrider.data.mask_token import mask_token_ids
-from outrider.data.rows import PreparedRows, load_rows, read_info
+from outrider.data.rows import PreparedRows, load_rows
 from outrider.errors import UserError
 from outrider.features.capture import FeatureSource
 from outrider.features.facts import read_facts
@@ -29,7 +30,8 @@ from outrider.features.target import (
 from outrider.features.trust import trust_as_asked
 from outrider.files import digest, explain_os_errors, write_atomic
 from outrider.model.attention import dense_attention
-from outrider.model.drafter import Drafter, count_parameters, initialise
+from outrider.model.drafter import Drafter, initialise
+from outrider.model.flops import count_parameters
 from outrider.model.published import to_config
 from outrider.progress import say
 from outrider.records import TokenRows

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import load_run
-from outrider.data.rows import read_info
+from outrider.data.info import read_info
 from outrider.errors import UserError
-from outrider.model.drafter import count_parameters
+from outrider.model.flops import count_parameters
 from outrider.records import DrafterShape
 from outrider.report.metrics import METRICS_NAME, MeasuredLine, read_metrics
 from outrider.train.checkpoint import read_state

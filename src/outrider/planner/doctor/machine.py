@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from outrider.data.rows import ROWS_FILE, read_info
+from outrider.data.info import ROWS_FILE, read_info
 from outrider.errors import UserError
 from outrider.features import guards
 from outrider.features.eight_bit import LEAST_CAPABILITY
 from outrider.planner.doctor.causes import Finding, gib
-from outrider.planner.doctor.readings import CardProcess, ask_driver, card_memory, card_processes, versions
+from outrider.planner.doctor.readings import ask_driver, card_memory, card_processes, versions
+from outrider.planner.doctor.record import CardProcess
 from outrider.planner.gpus import Gpu, found_gpus
 from outrider.planner.job import Job
 from outrider.planner.ledger import DeviceLedger, ledger_of

@@ -3,21 +3,22 @@
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
-import torch
-
-from outrider.model.attention import dense_attention
-from outrider.model.drafter import Drafter
-from outrider.model.fused_drafter import FusedDrafter
 from outrider.planner import lines as at
 from outrider.planner.job import Job
 from outrider.planner.ledger import DeviceLedger
 from outrider.planner.lines import BYTES, Line
+from outrider.records import DrafterShape
 
 MIB, GIB = 2**20, 2**30
 # torch's allocator asks the driver for 2 MiB on behalf of any tensor up to 1 MiB, for 20 MiB up to 10 MiB, and above that in
 # steps of 2 MiB; its message states that, with two decimals
 LARGE_SEGMENT, STEP = 20 * MIB, 2 * MIB
+# Lines that stand for a tensor a parameter
+OF_PARAMETERS = ("drafter: masters", "optimizer: both moments", "optimizer: moments, 8 bit", "gradients of the masters")
+COPY = "drafter: compute copy"  # whole in each process, and joined as the fused road has it
 
 
 @dataclass(frozen=True)
@@ -64,21 +65,28 @@ def tensors_of(job: Job, item: Line) -> Iterator[tuple[str, int]]:
     if not pieces:
         yield item.tensor, item.tensor_bytes
     for name, shape in pieces.items():
-        elements = job.shard(shape.numel()) if item.name != "drafter: compute copy" else shape.numel()
+        elements = prod(shape) if item.name == COPY else job.shard(prod(shape))
         size = elements * BYTES[item.dtype]
         yield f"{name}, {' x '.join(f'{n:,}' for n in shape)} x {BYTES[item.dtype]} B", -(-size // at.GRAIN) * at.GRAIN
 
 
-def _pieces(job: Job, line: str) -> dict[str, torch.Size]:
+def _pieces(job: Job, line: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters behind a line, by name, those of all layers as one; none for a line that is one tensor."""
-    if line in ("drafter: masters", "optimizer: both moments", "optimizer: moments, 8 bit", "gradients of the masters"):
-        with torch.device("meta"):
-            module: torch.nn.Module = Drafter(job.drafter, dense_attention)
-    elif line == "drafter: compute copy":
-        with torch.device("meta"):
-            module = FusedDrafter(job.drafter, dense_attention, compile_part=lambda part: part)
-    elif line == "target: layers" and job.target.layers:
-        return {"feed-forward projection": torch.Size((max(x.wide for x in job.target.layers), job.target.hidden_size))}
-    else:
-        return {}
-    return {re.sub(r"\.\d+\.", ".*.", name): parameter.shape for name, parameter in module.named_parameters()}
+    if line == "target: layers" and job.target.layers:
+        return {"feed-forward projection": (max(x.wide for x in job.target.layers), job.target.hidden_size)}
+    return _parameters(job.drafter, joined=line == COPY) if line in (*OF_PARAMETERS, COPY) else {}
+
+
+@lru_cache(maxsize=8)
+def _parameters(shape: DrafterShape, *, joined: bool) -> dict[str, tuple[int, ...]]:
+    """Shapes of a drafter's parameters by name, `joined`: as the fused one has them."""
+    import torch  # seconds: only where a request is looked for in a run's own lines
+
+    from outrider.model.attention import dense_attention
+    from outrider.model.drafter import Drafter
+    from outrider.model.fused_drafter import FusedDrafter
+
+    with torch.device("meta"):
+        module: torch.nn.Module = (FusedDrafter(shape, dense_attention, compile_part=lambda part: part) if joined
+                                   else Drafter(shape, dense_attention))
+    return {re.sub(r"\.\d+\.", ".*.", name): tuple(parameter.shape) for name, parameter in module.named_parameters()}

@@ -4,39 +4,17 @@ import platform
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.planner.doctor.record import STATISTICS, Blocks, CardProcess
+
 PACKAGES = ("outrider", "torch", "triton", "transformers", "flash-linear-attention", "numpy", "safetensors")
 GROUPS_KEPT = 48  # of blocks alike, largest first: a step has a few hundred tensors of a few dozen sizes
 FRAMES_KEPT = 3
-STATISTICS = {
-    "allocated_bytes": "allocated_bytes.all.current", "peak_allocated_bytes": "allocated_bytes.all.peak",
-    "reserved_bytes": "reserved_bytes.all.current", "peak_reserved_bytes": "reserved_bytes.all.peak",
-    "split_and_free_bytes": "inactive_split_bytes.all.current", "retries": "num_alloc_retries", "out_of_memories": "num_ooms",
-}
-
-
-@dataclass(frozen=True)
-class CardProcess:
-    """A process with memory on a card; `used_bytes` None where the driver does not say."""
-
-    pid: int
-    name: str
-    used_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """`count` allocated blocks of `bytes` each (as asked for); `where`: the innermost frames that asked, if recorded."""
-
-    bytes: int
-    count: int
-    where: tuple[str, ...]
 
 
 def versions() -> dict[str, str | None]:

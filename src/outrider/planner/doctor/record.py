@@ -1,41 +1,25 @@
-"""Takes an exception, the job, its ledger and where the run was, gives a JSON record of an out-of-memory, and reads it back.
+"""Takes the JSON record of an out-of-memory, gives it checked, as what it states; loads no torch.
 
-The record holds all that the diagnosis needs: it can be read on another machine, without the target, the run file or a GPU.
+The record (written by recording.py) holds all that the diagnosis needs: it can be read on another machine, without the target,
+the run file or a GPU.
 """
 
 import json
-import os
-import traceback
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
-from torch import Tensor
 
 from outrider.errors import UserError
-from outrider.files import read_json, write_json
-from outrider.planner.doctor.readings import (
-    STATISTICS,
-    Blocks,
-    CardProcess,
-    allocator_blocks,
-    allocator_statistics,
-    card_memory,
-    card_processes,
-    held_bytes,
-    versions,
-)
+from outrider.files import read_json
 from outrider.planner.job import Job
-from outrider.planner.ledger import LEDGERS, DeviceLedger
+from outrider.planner.ledger import LEDGERS
 from outrider.planner.lines import BYTES, Line, Role, phases
 
 SCHEMA = 3
-FRAMES_KEPT = 60
 PHASES = ("load", "capture", "forward", "backward", "optimizer", "check")
 # What a number of a record may be, by its field's name: sizes that a job cannot be without, up to what torch can lay out
 MOST = 2**53  # for all others: bytes and counts, from 0; a float still holds each whole number
@@ -46,6 +30,30 @@ NUMBERS = {
     "wide": (0, 2**32), "activation_budget": (0, 1),
 }
 SHOWN = 60  # characters of a wrong value
+# The allocator's counters under our names, and under torch's
+STATISTICS = {
+    "allocated_bytes": "allocated_bytes.all.current", "peak_allocated_bytes": "allocated_bytes.all.peak",
+    "reserved_bytes": "reserved_bytes.all.current", "peak_reserved_bytes": "reserved_bytes.all.peak",
+    "split_and_free_bytes": "inactive_split_bytes.all.current", "retries": "num_alloc_retries", "out_of_memories": "num_ooms",
+}
+
+
+@dataclass(frozen=True)
+class CardProcess:
+    """A process with memory on a card; `used_bytes` None where the driver does not say."""
+
+    pid: int
+    name: str
+    used_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """`count` allocated blocks of `bytes` each (as asked for); `where`: the innermost frames that asked, if recorded."""
+
+    bytes: int
+    count: int
+    where: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -93,47 +101,6 @@ class Record:
     largest_free_block: int
     processes: tuple[CardProcess, ...]
     versions: Mapping[str, str | None]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What was known of the run before it ran. `settings`: `config.model_dump(mode="json")` of the resolved run."""
-
-    settings: Mapping[str, Any]
-    job: Job
-    ledger: DeviceLedger
-
-
-def write(
-    path: Path, error: BaseException, *, moment: Moment, planned: Planned, held: Mapping[str, Iterable[Tensor]],
-    device: torch.device,
-) -> None:
-    """Write the record of `error` to `path`, whole or not at all. To be called where the tensors still live, in the handler.
-
-    `held`: the tensors behind the ledger's lines, by the line's name ("drafter: masters", "optimizer: both moments", "features",
-    ...). Reads the allocator, allocates nothing on the device.
-    """
-    ledger, cuda = planned.ledger, device.type == "cuda"
-    allowed_share = torch.cuda.get_per_process_memory_fraction(device) if cuda else 1.0
-    assert moment.phase in PHASES, moment.phase
-    free, total = card_memory(device)
-    blocks, largest_free = allocator_blocks(device)
-    frames = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
-    record = Record(
-        schema=SCHEMA, written=datetime.now(UTC).isoformat(timespec="seconds"), pid=os.getpid(), error=_name(error),
-        message=str(error), frames=tuple(frames[-FRAMES_KEPT:]), moment=moment, settings=planned.settings, job=planned.job,
-        roles=ledger.roles, lines=ledger.lines, by_phase=ledger.by_phase,
-        held={name: held_bytes(tensors) for name, tensors in held.items()},
-        device=torch.cuda.get_device_name(device) if cuda else "cpu", free_bytes=free, total_bytes=total,
-        allowed_bytes=int(allowed_share * total), statistics=allocator_statistics(device), blocks=blocks,
-        largest_free_block=largest_free, processes=card_processes(device), versions=versions(),
-    )
-    write_json(path, asdict(record))
-
-
-def _name(error: BaseException) -> str:
-    kind = type(error)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def read(path: Path) -> Record:
